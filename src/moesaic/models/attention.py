@@ -18,6 +18,7 @@ class KeyValueCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.recent: Tensor | None = None
+        """The convolution's last inputs."""
 
     @property
     def length(self) -> int:
@@ -47,6 +48,7 @@ class Attention(nn.Module):
     """
 
     frequencies: Tensor
+    """(width / 2 rounded up,) float32: by how much a position turns each pair of elements."""
 
     def __init__(self, dim: int, num_heads: int, block: BlockConfig | None = None) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Attention(nn.Module):
         self.qkv: StackedLinear | None = None
         self.q: StackedLinear | None = None
         self.kv: StackedLinear | None = None
-        q_width = num_heads * width
+        q_width = num_heads * width  # of all heads together
         if self.shares:
             kv_width = kv_heads * width
             self.q = StackedLinear(1, in_features=dim, out_features=q_width, bias=block.bias)
@@ -72,8 +74,12 @@ class Attention(nn.Module):
         self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
+        """Whether queries and keys are rotated by their positions (RoPE)."""
         self.base = block.rope_theta
+        """Base of the rotation's frequencies."""
         self.scaling = block.rope_factor
+        """What positions are divided by before they rotate."""
+        # one frequency for each pair of elements of a head
         self.register_buffer(
             "frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False
         )
@@ -129,8 +135,8 @@ class Attention(nn.Module):
         """Return queries of x, and keys and values of `memory`, (batch, heads, positions, width)
         each, normed and rotated.
 
-        With as many heads of keys as of queries, both arguments must be the same. `start` is the
-        number of the first position.
+        With as many heads of keys as of queries, both arguments must be the same, since one product
+        computes all three. `start` is the number of the first position.
         """
 
         def heads(projected: Tensor) -> Tensor:
@@ -178,6 +184,7 @@ class ShortConv(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
         self.taps = nn.Parameter(torch.empty(width - 1, dim))
+        """The weights w_k, that of k at index k - 1."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -192,14 +199,14 @@ class ShortConv(nn.Module):
             cache: holds the inputs of the last positions before x; updated. Without earlier inputs
                 x is padded with zeros.
         """
-        reach = len(self.taps)
+        reach = len(self.taps)  # how many positions before its own an output depends on
         length = x.shape[1]
         if cache is not None and cache.recent is not None:
             padded = torch.cat([cache.recent, x], dim=1)
         else:
             padded = F.pad(x, (0, 0, reach, 0))  # `reach` positions of zeros in front
         if cache is not None:
-            cache.recent = padded[:, length:]
+            cache.recent = padded[:, length:]  # the last `reach` inputs
         y = x
         for distance, tap in enumerate(self.taps, start=1):
             first = reach - distance

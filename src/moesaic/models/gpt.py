@@ -62,7 +62,7 @@ class Dense(nn.Module):
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
         super().__init__()
         make: Callable[..., AbstractExperts] = EXPERTS[kind]
-        self.expert = make(dim, hidden, 1, bias=bias)
+        self.expert = make(dim, hidden, 1, bias=bias)  # one expert
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
@@ -72,6 +72,7 @@ class Dense(nn.Module):
         """Return the output for `x`; with sharded weights, this rank's part of it, which the caller
         sums."""
         x_TD = x.reshape(-1, x.shape[-1])
+        # all rows belong to the one expert, and without routing weights (None) each counts once
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
         parameters = dict(self.expert.named_parameters())
         if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
@@ -79,7 +80,7 @@ class Dense(nn.Module):
         # The weights are sharded: each rank computes with its part of the inner width, and the
         # caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
-        if "b2" in parts:
+        if "b2" in parts:  # no rank has a part of it, so each adds a share
             parts["b2"] = bias_share(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
@@ -100,12 +101,13 @@ class TransformerBlock(nn.Module):
         dim = config.dim
         block = config.block
         self.post_norm = block.norm == "post_layer"
+        """Whether norms stand behind the sums of the residual stream; if not, before the layers."""
         self.dropout = block.dropout
         self.conv = ShortConv(dim, config.conv_width) if config.conv_width > 1 else None
         self.attention_norm = make_norm(dim, block)
         self.attention = Attention(dim, config.num_heads, block)
         self.ffn_norm = make_norm(dim, block)
-        self.ffn: MoE | Dense
+        self.ffn: MoE | Dense  # the feed-forward layer
         if config.is_sparse(layer):
             self.ffn = make_moe(dim, config.moe)
         else:
@@ -192,6 +194,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         dim = config.dim
         block = config.block
+        # norms behind the sums: then one follows the embedding, and none the last block
         post_norm = block.norm == "post_layer"
         device = torch.get_default_device()
         with torch.device("meta"):  # each weight is drawn once, below
@@ -417,12 +420,12 @@ def generate(
     generators = [torch.Generator(device="cpu").manual_seed(seed) for _ in prompts]
     limit = model.config.seq_len
     rows = [list(prompt) for prompt in prompts]
-    ends = [len(row) + num_tokens for row in rows]
+    ends = [len(row) + num_tokens for row in rows]  # length of each row once it is complete
     length = min(map(len, rows))  # positions that have been read after this round
     pending = min(length, limit)  # the last positions of these, which are read in this round
     caches = [KeyValueCache() for _ in model.blocks]
     while length < max(ends):
-        if caches[0].length + pending > limit:
+        if caches[0].length + pending > limit:  # full: read the second half of it anew
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
         batch = []

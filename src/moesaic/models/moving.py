@@ -88,7 +88,8 @@ class MovingGPT(GPT):
                     "sample placement clashes with key-value caches, which stay on their "
                     "rank: call model.eval() to decode"
                 )
-            # the routings by which each layer's samples will be placed
+            # What predicts where each layer will route its tokens, by which samples are placed. The
+            # order is that of its experts, which may have moved too.
             followings = []
             for block in self.blocks:
                 layer = block.ffn
@@ -113,6 +114,7 @@ class MovingGPT(GPT):
         trip = self.trip
         if trip is not None and isinstance(block.ffn, MoE):
             assert tokens is not None
+            # from the ranks that loaded the samples to those that have them now
             tokens = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
             mask = None if mask is None else trip.bring(mask)
             block_arguments["move"] = trip.next()
@@ -125,7 +127,7 @@ class MovingGPT(GPT):
         change.
         """
         trip = self.trip
-        if trip is None or trip.homes.same_as(trip.home):
+        if trip is None or trip.homes.same_as(trip.home):  # all samples are where they were loaded
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         # targets and weights are on the ranks that loaded the samples, and follow them

@@ -25,8 +25,15 @@ def cut_model(model: GPT, count: int) -> list[range]:
     output_size = embedding_size
     if model.unembedding is not None:
         output_size = _num_parameters(model.unembedding)
-    flops_of_ends = (0.0, 2.0 * embedding_size)  # a lookup needs none
-    return cut(flops, sizes, count, flops_of_ends, (embedding_size, output_size))
+    # a lookup needs none, the output matrix two for each weight
+    flops_of_ends = (0.0, 2.0 * embedding_size)
+    return cut(
+        flops,
+        sizes,
+        count,
+        times_of_ends=flops_of_ends,
+        sizes_of_ends=(embedding_size, output_size),
+    )
 
 
 def _block_flops(block: nn.Module, config: ModelConfig) -> float:

@@ -209,7 +209,7 @@ class IndexReader(HuggingFaceStorageReader):
             OSError: a file is missing, or something else lies in its place.
         """
         for path in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            open_file(Path(path)).close()
+            open_file(Path(path)).close()  # torch would wait for a named pipe
         return super().read_data(plan, planner)
 
 

@@ -59,9 +59,12 @@ TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autoca
 DRAWN_ROUTERS = (*ROUTERS, "softmax", "sigmoid", "noisy")
 """Every router; the common ones twice, so that they are drawn more often."""
 EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
+"""Kinds of experts (see `Case.experts`), the common one twice."""
 _COMMON: Precision = "float64"
 _PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
+"""What a precision is drawn from: mostly float64."""
 LOSSY = [name for name, spec in CODECS.items() if not spec.is_lossless]
+"""Codecs that round what they encode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,13 @@ class Case:
     num_experts: int
     top_k: int
     router: str
+    """Key of `ROUTERS`."""
     experts: str
     """swiglu, gelu (with biases) or modules."""
     shared: bool
     """Add a shared expert."""
     apply_weight: Literal["after", "before"]
+    """Whether routing weights multiply the experts' results or their inputs."""
     capacity: AbstractCapacity
     losses: tuple[AbstractLoss, ...]
     sequences: int
@@ -115,7 +120,8 @@ class Case:
             codec_spec(codec).rows_per_block == 1
             for codec in (self.plan.codec, self.plan.backward_codec)
         )
-        # only then is it known how often each row is rounded
+        # only then is it known how often each row is rounded: where one movement sends rows to all
+        # shards of their experts and one returns them, over one link, and nothing else moves rows
         moves_rows_once = (
             self.plan.program.delivers_at_once
             and self.plan.crossing is Crossing.LINK
@@ -158,7 +164,8 @@ class Case:
         if self.plan.replication != "shadow":
             return None
         experts_per_rank = self.num_experts // self.grid.ep
-        home = np.arange(self.num_experts) // experts_per_rank  # a place of ep for each expert
+        # the place of ep that stores each expert
+        home = np.arange(self.num_experts) // experts_per_rank
         return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
 
 
@@ -210,6 +217,7 @@ def _ordered_early(plan: Plan) -> Plan:
 def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     """Return a grid on which a multicast usually has two levels, if the plan uses multicast; else
     the same grid."""
+    # with fewer ranks, there are no two nodes of two ranks
     if plan.crossing is not Crossing.MULTICAST or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
@@ -221,8 +229,9 @@ def draw_plan(rng: random.Random) -> Plan:
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     schedules = []
     for name in SCHEDULES:
+        # with these, the cases of codecs can be exact (see `Case.is_exact`): twice as likely
         delivers_at_once = Plan(schedule=name).program.delivers_at_once
-        schedules += [name] * (2 if delivers_at_once else 1)  # twice as likely
+        schedules += [name] * (2 if delivers_at_once else 1)
     usual_link = Plan().link
     other_links = [name for name in ALL_TO_ALLS if name != usual_link]
     return Plan(
@@ -271,7 +280,8 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     """Draw the fields of a case that has a mesh and a plan."""
-    # a router that looks across tokens needs all of them on one rank, as the reference has them
+    # A router that looks across tokens needs all of them on one rank, as the reference has them.
+    # Some schedules have each rank of a tp group route a slice of its tokens.
     one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
     routers = [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
     router = rng.choice(routers)
@@ -317,8 +327,9 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
 def _with_placement(rng: random.Random, case: Case) -> Case:
     """Let samples move in some of the cases that allow it. Every rank then gets the same number of
     samples of one length."""
-    alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
-    if not alone or case.grid.world == 1 or rng.random() > 0.4:
+    # only then does a sample's routing not depend on the rank that has it
+    routes_alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
+    if not routes_alone or case.grid.world == 1 or rng.random() > 0.4:
         return case
     plan = replace(case.plan, codec="none", backward_codec="none")
     # most plans return results home first; half of the cases get a plan that need not
@@ -337,7 +348,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         case,
         plan=plan,
         placement=rng.choice(["random", "random", "solved"]),
-        sequences=case.sequences * case.grid.tp,
+        sequences=case.sequences * case.grid.tp,  # split over the ranks of a tp group
         lengths=_all_as_long(case.lengths, longest),
     )
 
@@ -419,7 +430,7 @@ def limited_to_existing(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
         replicated: copies per (rank, expert, helper), as `random_replication` returns them.
     """
     at_earlier_helpers = np.cumsum(replicated, axis=2) - replicated
-    left = np.maximum(load.copies[:, :, None] - at_earlier_helpers, 0)
+    left = np.maximum(load.copies[:, :, None] - at_earlier_helpers, 0)  # per helper
     limited: np.ndarray = np.minimum(replicated, left)
     return limited
 
@@ -453,7 +464,9 @@ class _Drawing(AbstractChooser):
     def __init__(self, seed: int, plans: Mapping[str, Plan]) -> None:
         self._seed = seed
         self._plans = plans
+        """The arbiter's options: plans by name of their program."""
         self._calls = 0
+        """Number of calls so far."""
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return a random decision for a call."""
@@ -481,6 +494,7 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
         num_experts: number of experts of the layer.
         top_k: experts per token.
     """
+    # each of the two groups of "group_limited" has half of the experts
     top_groups = 2 if top_k > num_experts // 2 else 1
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),

@@ -203,6 +203,7 @@ class Situation:
     """Number of tokens of each rank in turn, repeated as needed."""
     top_k: int = 2
     capacity: float | None = None
+    """Capacity factor; see `LayerSpec.capacity`."""
     experts: Callable[[Tensor, int], Tensor] = lambda chosen, num_experts: chosen
     """Maps random choices (tokens, top_k) and the number of experts to the choices that
     `AbstractRoutedExperts` get."""
@@ -291,7 +292,7 @@ class Certified:
     @classmethod
     def without_result(cls, situation: Situation, failed: str) -> Certified:
         """Return the finding for a situation in which the system gave no result."""
-        return cls(situation.name, "all", torch.inf, None, failed)
+        return cls(situation.name, "all", error=torch.inf, factor=None, failed=failed)
 
     def holds(self, tolerance: float = 1e-4) -> bool:
         """Whether the error is within the tolerance. The default allows for experts computed in
@@ -567,7 +568,7 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     """Run a system on this rank, and return the values that `_expected` has for it."""
     layer = system(drawn.spec)
     rank = drawn.spec.group.rank()
-    loss = None
+    loss = None  # the auxiliary loss of the last call
     # scales tokens, as a norm before the layer does
     dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))
     results: Results = {"output": [], "tokens": [], "gates": []}
@@ -634,7 +635,7 @@ def _run_loss(layer: AbstractMoELayer, tokens: Tensor) -> list[Tensor]:
     """Return the auxiliary loss and the router's gradient of that loss alone."""
     y, loss = layer.run(tokens.clone().requires_grad_())
     assert loss is not None
-    (loss + 0 * y.sum()).backward()
+    (loss + 0 * y.sum()).backward()  # through the whole layer, as in training
     router = layer.gradients().router
     assert router is not None
     return [loss, router]
@@ -669,7 +670,7 @@ def _compared(
             _capacity_error(twin, inputs.tokens.double(), results["output"][0], drawn)
             for inputs, results in zip(first_call, actual)
         ]
-        return [_Found("capacity", max(errors), None)]
+        return [_Found("capacity", max(errors), factor=None)]
 
     if is_whole and not system.shares_tokens:  # the router's gradient is summed over the ranks
         router = torch.stack([results["router"][0] for results in actual]).sum(0)
@@ -703,7 +704,7 @@ def _difference(actual: list[Results], expected: list[Results], name: str) -> _F
         expected_tensors += expected_of_rank[name]
     actual_shapes = [tensor.shape for tensor in actual_tensors]
     if actual_shapes != [tensor.shape for tensor in expected_tensors]:
-        return _Found(name, torch.inf, None)
+        return _Found(name, error=torch.inf, factor=None)
     all_actual = torch.cat([tensor.flatten() for tensor in actual_tensors])
     all_expected = torch.cat([tensor.flatten() for tensor in expected_tensors])
     # what should be 0 still has rounding errors
@@ -720,7 +721,8 @@ def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
         dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()
     ).double()
     assert isinstance(twin.router, SoftmaxTopK)
-    # a layer of ours is refused "after" with top_k=1
+    # "after" divides a token's weights by their sum; set only now, since a layer of ours refuses it
+    # with top_k=1
     twin.router.normalize = "after" if normalizes else "before"
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():
@@ -808,7 +810,7 @@ def _expected_gradients(whole: MoEWeights, dense: Tensor, own: MoEWeights) -> Re
     assert whole.router is not None
     squares = [tensor.square().sum() for tensor in (whole.router, dense, *whole.experts)]
     norm = torch.stack(squares).sum().sqrt()
-    factor = (MAX_NORM / norm).clamp(max=1)
+    factor = (MAX_NORM / norm).clamp(max=1)  # by which all gradients are clipped
     gradients = {"router": [whole.router], "experts": own.experts, "dense": [dense]}
     results = dict(gradients)
     for name, tensors in gradients.items():
@@ -828,12 +830,12 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
     Args:
         twin: the reference's layer.
         drawn: the situation.
-        values: (ranks,) the losses.
+        values: (ranks,) the losses that the system returned.
         router: (E, dim) the sum over the ranks of the router's gradients of the losses.
     """
     xs = [inputs.tokens.double() for inputs in drawn.calls[-1]]
     all_tokens = torch.cat(xs)
-    split = 1 / len(xs)
+    split = 1 / len(xs)  # of the gradient, if the ranks share it
     top_k = twin.top_k
     # what the loss may be over: its tokens on each rank, the choices that count, and the shares of
     # the gradient that a rank may have
@@ -887,7 +889,8 @@ def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
     is_kept = (y != 0).any(1)
     capacity = drawn.situation.capacity
     assert capacity is not None
-    room = -int(-capacity * len(x) // twin.num_experts)  # rounded up
+    # the rows that an expert accepts: its even share of the copies times the factor, rounded up
+    room = -int(-capacity * len(x) // twin.num_experts)
     for expert in range(twin.num_experts):
         tokens = [copy.token for copy in copies if copy.expert == expert]
         if int(is_kept[tokens].sum()) != min(len(tokens), room):
@@ -946,7 +949,7 @@ class Rank:
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         # how many rows each peer sends to each one
         counts_of_peers = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
-        place = peers.index(self.number)
+        place = peers.index(self.number)  # which of the peers this rank is
         received = []
         sends = {}
         receives = {}
@@ -1059,8 +1062,9 @@ class _SingleRankRun:
     dys: list[Tensor]
     """Cotangents of the output, of the tokens' shape."""
     expected_y: Sequence[Tensor]
+    """The output of each group."""
     expected_dx: Sequence[Tensor]
-    """The gradients of a rank's own backward pass."""
+    """The gradient of each group's tokens in a rank's own backward pass."""
     gradients: dict[str, Tensor]
     """The gradients of the reference's parameters by name; zeros where it has none."""
 
@@ -1090,7 +1094,7 @@ class _SingleRankRun:
             xs=xs,
             dys=dys,
             expected_y=y.detach().split(counts),
-            expected_dx=(leaf.grad * grid.dp).split(counts),
+            expected_dx=(leaf.grad * grid.dp).split(counts),  # of a group's sum, not of the mean
             gradients={
                 name: _grad_of(parameter).clone()
                 for name, parameter in reference.named_parameters()

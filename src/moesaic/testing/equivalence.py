@@ -88,6 +88,7 @@ def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
         layer: the layer, on the mesh.
         mesh: must have ep above 1.
     """
+    # the optimizer never steps here, so its rate does not matter
     return ExpertPlacement(
         [layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1
     )
@@ -105,7 +106,7 @@ def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     if not case.experts_move:
         return lambda: None
     placement = expert_placement_of(layer, mesh)
-    home = np.arange(layer.num_experts)
+    home = np.arange(layer.num_experts)  # the expert in each slot
     placement.place([np.random.default_rng(case.seed).permutation(layer.num_experts)])
 
     def take_home() -> None:
@@ -133,7 +134,8 @@ def _placer(case: Case) -> AbstractPlacer:
     if case.placement == "solved":
         return Weighed(least_gain=0.0) if case.seed % 2 else TwoStage(least_gain=0.0)
     rng = np.random.default_rng(case.seed)
-    slots = case.sequences // case.grid.tp
+    slots = case.sequences // case.grid.tp  # the ranks of a tp group share them out
+    # one placement for each micro-batch
     return Given([random_homes(case.grid, slots, rng) for _ in case.lengths])
 
 
@@ -154,7 +156,9 @@ class Ran:
 
     case: Case
     expected: list[Values]
+    """What each rank must have, by rank."""
     results: list[Values]
+    """What each rank has, by rank."""
 
     @property
     def errors(self) -> Errors:
@@ -189,7 +193,7 @@ class Ran:
             pair = (actual.double().flatten(), expected.double().flatten())
             wrong.setdefault(quantity, []).append(pair)
 
-        within = max(self.case.tolerance, 1e-9)
+        within = max(self.case.tolerance, 1e-9)  # rounding may exceed the tolerance of float64
         factors: dict[str, float] = {}
         for quantity, pairs in wrong.items():
             all_actual = torch.cat([actual for actual, _ in pairs])
@@ -380,6 +384,7 @@ class RowsBudget(MemoryBudget):
 
     def budget(self, call: CountedCall) -> int:
         """Return the bytes that slices of that many rows hold."""
+        # the plan's budget, which `MemoryBudget` takes for bytes, is the number of rows
         return self.bytes_of_rows(super().budget(call), call)
 
 

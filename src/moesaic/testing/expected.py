@@ -65,6 +65,7 @@ class Travel:
                     if its_expert == expert and first <= token < first + count
                 ]
                 for place, token in enumerate(chosen):
+                    # `tp` is the sender's place in its tensor-parallel group
                     if case.plan.program.routes_slices:  # a rank sends its slice of the tokens
                         tp = _part_with(token - first, count, grid.tp)
                     else:  # a rank sends its slice of each expert's copies
@@ -107,7 +108,7 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
             row = x_TD[token]
             if crosses:
                 row = _Coded.apply(row, plan.codec, plan.backward_codec)
-            result = _shard_output(twin, expert, shard, shards, row, weight)
+            result = _shard_output(twin, expert, shard, shards, row=row, weight=weight)
             if crosses:
                 result = _Coded.apply(result, plan.codec, plan.backward_codec)
             tokens.append(token)
@@ -173,7 +174,7 @@ def _round_trip(row: Tensor, name: str) -> Tensor:
     """Return a row, (dim,), after it was encoded and decoded."""
     codec = codec_named(name)
     rows = row.detach().unsqueeze(0)
-    received = codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype)
+    received = codec.decode(codec.encode(rows), num_rows=1, dim=rows.shape[1], dtype=rows.dtype)
     return received.squeeze(0).clone()
 
 
@@ -384,7 +385,7 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
     slices over tp."""
     parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains = []
-    start = 0
+    start = 0  # the group's first token
     for batch in batches:
         count = batch.x.shape[:2].numel()
         for part in range(parts):
@@ -402,7 +403,7 @@ def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | Non
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
             torch.default_generator.manual_seed(batch.seed)
-            if case.grid.tp > 1:
+            if case.grid.tp > 1:  # drawn as the layer draws it
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
     noises = [noise for noise in drawn if noise is not None]

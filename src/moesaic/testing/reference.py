@@ -162,7 +162,7 @@ def _losses(
 def _sequences_of(x: Tensor) -> Tensor:
     """Return the index of each token's sequence, (tokens,), for x of (sequences, length, dim)."""
     num_tokens = math.prod(x.shape[:-1])
-    if not x.numel():
+    if not x.numel():  # no tokens
         return torch.arange(num_tokens)
     num_sequences = math.prod(x.shape[:-2])
     return torch.arange(num_tokens) // (num_tokens // num_sequences)
@@ -230,6 +230,7 @@ def reference_choice(
     logits = x_TD @ router.weight.T
     if router.logit_bias is not None:
         logits = logits + router.logit_bias
+    # gates become weights, probabilities are for the losses, and `rank_by` decides who is chosen
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
         probs = gates
@@ -241,6 +242,7 @@ def reference_choice(
         rank_by = gates + router.bias
         sums_to_one = router.normalize
 
+    # the experts of each token, best first
     best = [_largest(scores, top_k) for scores in rank_by.tolist()]
     best_TK = torch.tensor(best, dtype=torch.int64).view(-1, top_k)
     weights_TK = gates.gather(1, best_TK)
@@ -321,7 +323,7 @@ def reference_shared(twin: MoE, row: Tensor) -> Tensor:
     out = reference_expert(twin.shared, 0, row)
     if twin.shared_gate is None:
         return out
-    return out / (1 + (-row @ twin.shared_gate.weight.T).exp())
+    return out / (1 + (-row @ twin.shared_gate.weight.T).exp())  # times the sigmoid of the gate
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
@@ -460,6 +462,7 @@ def reference_loss(
         return balance(valid_T, copies_TE.sum(0))
     if loss.level == "global_batch":
         return balance(valid_T, copies_TE.sum(0) + earlier_E)
+    # the mean over sequences, weighted by their valid tokens
     total = 0 * logits.sum()
     num_valid = int(valid_T.sum())
     for sequence in set(sequence_T[valid_T].tolist()):

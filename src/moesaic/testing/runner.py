@@ -196,7 +196,7 @@ def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
         with job.patch():
             work = draw_workload(job.case)
             compiled = compile_case(job.case)
-            results.append(run_rank(job.case, work, compiled, mesh, _norm))
+            results.append(run_rank(job.case, work, compiled, mesh, norm=_norm))
     return results
 
 
@@ -287,7 +287,10 @@ def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[list[Ch
         yield from map(run_part, parts)
         return
     with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
     ) as pool:
         for future in as_completed([pool.submit(run_part, part) for part in parts]):
             yield future.result()
@@ -317,7 +320,9 @@ class Observed:
 
     program: Program
     call: Call
+    """What the rank ran the program on."""
     values: Environment
+    """The values of all slots, by name."""
 
 
 @contextmanager
@@ -382,7 +387,7 @@ def same_axes(slot: Slot) -> list[Axis]:
 
 def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
     """Yield pairs (first rank of the group, other rank) that must hold the same value of a slot."""
-    if slot.kind is Kind.PACKETS:
+    if slot.kind is Kind.PACKETS:  # messages in transit, of each rank its own
         return
     for axis in same_axes(slot):
         for rank in range(grid.world):

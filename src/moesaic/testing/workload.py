@@ -37,7 +37,7 @@ class GroupBatch:
     mask: Tensor | None
     """(sequences, length) bool."""
     ids: Tensor
-    """(sequences, length) int64."""
+    """(sequences, length) int64: the tokens' ids, by which hash routers route."""
     seed: int
     """Seed of the noise that the group's first rank draws."""
 

@@ -108,23 +108,24 @@ def _read_field(saved: Checkpoint, experts: FourBitExperts, field: str, name: st
 def _stored_names(experts: FourBitExperts) -> list[tuple[str, str]]:
     """Return the frozen fields besides scales, each with the name under which built-in experts
     store it."""
+    # gated experts stack w1 (gate) and w3 (up) as w13; plain ones have w1 (up) alone
     up = "13" if experts.gated else "1"
     names = {"up": f"w{up}", "down": "w2", "up_bias": f"b{up}", "down_bias": "b2"}
     return [(field, name) for field, name in names.items() if experts.form.has(field)]
 
 
-def _as_stored(whole: Tensor, parameter: Tensor, experts: FourBitExperts, field: str) -> Tensor:
+def _as_stored(weights: Tensor, parameter: Tensor, experts: FourBitExperts, field: str) -> Tensor:
     """Return a tensor of this rank's part of a weight as a view that is sharded and shaped as
     checkpoints store it.
 
     Args:
-        whole: this rank's part, not quantized.
+        weights: this rank's part, not quantized.
         parameter: the frozen parameter that it belongs to, from which the sharding is taken.
     """
     if isinstance(parameter, DTensor):
-        whole = DTensor.from_local(
-            whole, parameter.device_mesh, parameter.placements, run_check=False
+        weights = DTensor.from_local(
+            weights, parameter.device_mesh, parameter.placements, run_check=False
         )
     # dimension 1 of "up" is gate and up; without a gate, checkpoints lack that dimension
     lacks_gate = field.startswith("up") and not experts.gated
-    return whole.squeeze(1) if lacks_gate else whole
+    return weights.squeeze(1) if lacks_gate else weights

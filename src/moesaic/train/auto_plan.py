@@ -72,7 +72,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without "
             "balance.replication and balance.memory_budget: leave them out"
         )
-    is_last_rank = world == 1 and dist.is_initialized()
+    is_last_rank = world == 1 and dist.is_initialized()  # a launcher started it, as one of several
     auto_needs_mesh = settings.is_auto and (is_last_rank or not _fits(config, world))
     if not settings.searches and not auto_needs_mesh:
         return config
@@ -99,7 +99,8 @@ def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
 
 
 def _fits(config: TrainConfig, world: int) -> bool:
-    """Return whether the configured mesh can be built of that many ranks."""
+    """Return whether the configured mesh can be built of that many ranks, and its data-parallel
+    groups share a micro-batch evenly."""
     mesh = config.mesh
     if world % mesh.tp or world % (mesh.ep * mesh.etp):
         return False
@@ -137,7 +138,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         )
 
     layouts = layouts_of(world)
-    layout = layouts[0]
+    layout = layouts[0]  # the fastest
     line = (
         f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
@@ -147,10 +148,10 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     say(line)
     if settings.cluster:  # an assumed one does not say how fast the ranks compute
         fewer = fewer_machines(
-            world // per_node,
-            world,
-            layout.seconds,
-            lambda machines: layouts_of(machines * per_node)[0],
+            machines=world // per_node,
+            ranks=world,
+            seconds=layout.seconds,
+            best_of=lambda machines: layouts_of(machines * per_node)[0],
         )
         if fewer is not None:
             say(f"planner: {fewer}")
@@ -193,7 +194,8 @@ def _with_mesh(configured: MeshConfig, table: dict[str, Any]) -> MeshConfig:
 
 
 def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
-    """Return a configuration whose micro-batches are cut; the sequences of a step stay the same."""
+    """Return a configuration whose micro-batches are cut in `finer` each; the sequences of a step
+    stay the same."""
     if config.batch_size % finer:
         raise InputError(
             f"batch_size={config.batch_size}: the plan cuts micro-batches in {finer}, which does "
@@ -212,6 +214,7 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     for name in (*MESH, *SPLIT):
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
+        # a field at its default is not set
         if configured not in (planned, getattr(default_mesh, name)):
             raise InputError(
                 f"mesh.{name}={configured} and {path} with {planned} contradict each other: "
@@ -337,9 +340,16 @@ def start_auto(
         return float(busiest) / run.config.accumulation
 
     moe = run.config.model.moe
+    # of all ranks, in a micro-batch
     num_copies = run.config.batch_size * run.config.model.seq_len * moe.top_k
     even_load = num_copies / moe.num_experts
-    auto.prefill(candidates.plans, candidates.predictor, busiest_load, even_load, TABLE)
+    auto.prefill(
+        candidates.plans,
+        candidates.predictor,
+        load=busiest_load,
+        expected_load=even_load,
+        settings=TABLE,
+    )
     seconds_of_plans = auto.table.estimates() if auto.table is not None else []
     words = [
         f"{plan_in_words(plan)} ({1e3 * seconds:.1f} ms)"

@@ -54,7 +54,7 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     """
     ranks_per_node = grid.ranks_per_node or grid.world
     simulator = simulator_of(config.planner.cluster, grid.world, ranks_per_node)
-    job = job_of(asdict(config), "planner")
+    job = job_of(asdict(config), source="planner")
     return simulator, job.step_model(simulator.cluster, grid.dp).layer
 
 
@@ -68,6 +68,7 @@ def costs_in(config: TrainConfig, grid: Grid) -> Rates:
     if config.planner.cluster:
         simulator, layer = known_cluster(config, grid)
         return seen_by(simulator.cluster, grid, layer)
+    # of an expert: gate, up and down, or up and down
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
     return Rates(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
 
@@ -124,6 +125,7 @@ class WatchedRelocator(Relocator):
     def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
         self.trips: list[SampleTrip] = []
+        """The forward passes since they were last taken."""
 
     def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
         """Begin a forward pass; see `Relocator.start`."""
@@ -134,6 +136,9 @@ class WatchedRelocator(Relocator):
 
 class ExpertMover:
     """Moves a run's experts between its steps. All ranks create it and call its methods together.
+
+    Args:
+        element_bytes: bytes per element of rows and weights, as the policy counts them.
 
     Raises:
         InputError: on every rank, if the model's or mesh's experts cannot move, or the cluster does
@@ -149,7 +154,9 @@ class ExpertMover:
         element_bytes: int,
     ) -> None:
         self.placement: ExpertPlacement | None = None
+        """What moves the experts; None if they stay."""
         self._moves: list[Moved] = []
+        """The decisions since the last call of `values`, each with what it moved."""
         balance = config.balance
         if not balance.moves_experts:
             return
@@ -202,15 +209,22 @@ class ExpertMover:
 
 
 class DecisionMeter:
-    """Collects what the layers' arbiters decided in training steps, and how their samples moved."""
+    """Collects what the layers' arbiters decided in training steps, and how their samples moved.
+
+    Args:
+        element_bytes: bytes per element of the rows that are sent.
+    """
 
     def __init__(self, model: nn.Module, element_bytes: int) -> None:
         self._model = model
         self._element_bytes = element_bytes
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
         self._decisions: list[list[CallDecision]] = [[] for _ in self._layers]
+        """By layer, then one for each of its calls since the last call of `values`."""
         self._moves: list[list[dict[str, float]]] = [[] for _ in self._layers]
+        """By layer, then what `_sample_metrics` returned for each of its moves since then."""
         self._seconds = 0.0
+        """Seconds of the steps since then."""
 
     def drop(self) -> None:
         """Discard decisions since the previous call, for example those of an evaluation."""
@@ -273,9 +287,9 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     alone = []
     decided = []
     for decision in decisions:
-        without, moved = decision.moved()
-        alone.append(without)
-        decided.append(moved)
+        traffic_alone, traffic_decided = decision.moved()
+        alone.append(traffic_alone)
+        decided.append(traffic_decided)
     replicated = [decision.replicated for decision in decisions]
     values_of_calls: dict[str, Sequence[float]] = {
         "copies_replicated": [0 if each is None else each.total for each in replicated],
@@ -294,8 +308,8 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
 
 
 def _sample_metrics(move: SampleMove) -> dict[str, float]:
-    """Return how many samples moved, and how many more (or fewer) rows cross links because of it,
-    once in each direction."""
+    """Return how many samples moved, and how many more (or fewer) rows cross links inside nodes and
+    between them because of it, once in each direction."""
     stay, moved = move.volumes()
     return {
         "samples_moved": move.before.moved(move.after),
@@ -306,7 +320,12 @@ def _sample_metrics(move: SampleMove) -> dict[str, float]:
 
 def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
     """Return means over forward passes: samples that moved, and how many more (or fewer) bytes
-    crossed links because of it."""
+    crossed links because of it.
+
+    Args:
+        moves: what `_sample_metrics` returned for each pass.
+        row_bytes: bytes of a row, there and back.
+    """
     if not moves:
         return {}
 

@@ -57,8 +57,10 @@ def about_slow_link(config: TrainConfig, world: int, per_node: int, most_stages:
         return None
     grid = Grid(world=world, ranks_per_node=per_node)
     cluster = assumed_cluster(grid, gbps, on_cpu=True)
-    job = job_of(asdict(config), "train")
+    job = job_of(asdict(config), source="train")
+    # settings that leave the split open, and search quickly
     free = Settings(space=FEW, give_up=GIVE_UP, refine=2, paired=0, most_stages=most_stages)
+    # the configured split
     pins = Pins(tp=mesh.tp, ep=mesh.ep, etp=mesh.etp)
     try:
         configured = search(job, cluster, replace(free, pins=pins, pp=mesh.pp)).best
@@ -70,7 +72,8 @@ def about_slow_link(config: TrainConfig, world: int, per_node: int, most_stages:
 
 def _line(gbps: float, configured: PlannedStep, best: PlannedStep) -> str | None:
     """Return the line about a split that is faster than the configured one with its best plan; None
-    if it is not worth it."""
+    if it is not worth it. `gbps` is the rate of the link between machines, in gigabits per
+    second."""
     times = configured.seconds / best.seconds
     if times < WORTH:
         return None
@@ -107,4 +110,4 @@ def outside_gbps(
     seconds = min(slowest[1:])  # ranks enter the first one at different moments
     share_that_leaves = (len(peers) - 1) / len(peers)
     sent_bytes = per_node * rows.nbytes * share_that_leaves
-    return 8e-9 * sent_bytes / max(seconds, 1e-9)
+    return 8e-9 * sent_bytes / max(seconds, 1e-9)  # gigabits per second

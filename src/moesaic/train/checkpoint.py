@@ -147,8 +147,10 @@ class Saving:
         self._texts = texts
         self._keep_last = keep_last
         self._ranks = ranks
+        # the temporary name, under which the files are written
         self._unfinished = target.with_name(f"{WRITING}{CHECKPOINTS.step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
+        """What `write` returns, or raises, once it is done."""
         work = partial(_run_into, self._sums, partial(write, self._unfinished))
         if background:
             threading.Thread(target=work, name="moesaic-checkpoint", daemon=True).start()
@@ -259,7 +261,7 @@ def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     write(unfinished / SUMS, "".join(lines))
     # all files must be on disk before the folder gets its final name
-    for name in (*texts, SUMS, SHARDS, ""):
+    for name in (*texts, SUMS, SHARDS, ""):  # the last one is the folder itself
         flush(unfinished / name)
 
 
@@ -394,23 +396,23 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         values[f"model.moe.{name}"] = value
     values["model.dense_hidden"] = config.active_hidden
 
-    unused = set(_STEER_TRAINING)
+    left_out = set(_STEER_TRAINING)
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
     if any(sparse):
         default_options = options_of((ROUTERS | ON_MESH)[moe.router])
         for name, value in (default_options | moe.router_options).items():
             values[f"model.moe.router_options.{name}"] = value
     else:
-        unused |= {name for name in values if name.startswith("model.moe.")}
-        unused.remove("model.moe.experts")  # dense layers are of this kind
-        unused.add("model.moe_every")
+        left_out |= {name for name in values if name.startswith("model.moe.")}
+        left_out.remove("model.moe.experts")  # dense layers are of this kind
+        left_out.add("model.moe_every")
     if all(sparse):
-        unused.add("model.dense_hidden")
+        left_out.add("model.dense_hidden")
     if config.block.positions == "learned":
         # it is the number of rows of the table of learned positions
-        unused.discard("model.seq_len")
-        unused |= {"model.block.rope_theta", "model.block.rope_factor"}
-    return {name: value for name, value in values.items() if name not in unused}
+        left_out.discard("model.seq_len")
+        left_out |= {"model.block.rope_theta", "model.block.rope_factor"}
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _values_of(config: Any) -> dict[str, Any]:

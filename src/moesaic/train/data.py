@@ -103,7 +103,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     train_documents = _read(files, config.text_field)
     val_documents = _read(val_files, config.text_field)
     if not val_documents:
-        whole = b"\0".join(train_documents)
+        whole = b"\0".join(train_documents)  # as `ByteTokenizer` separates them
         cut = int(len(whole) * (1 - config.val_share))
         train_documents = [whole[:cut]]
         val_documents = [whole[cut:]]
@@ -268,7 +268,9 @@ class Batches:
                 f"{seq_len + 1}: give more data or a smaller model.seq_len"
             )
         self._epoch = -1
+        """The epoch whose order is kept; -1 before the first."""
         self._order = np.empty(0, dtype=np.int64)
+        """(num_windows,): the windows of that epoch, in their order."""
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts,
@@ -371,7 +373,7 @@ def _load_bin(
         val,
         tokenizer,
         config.vocab_size,
-        val_bytes=max(len(val), 1),
+        val_bytes=max(len(val), 1),  # losses are divided by it
         description=f"{len(files)} token files",
     )
 

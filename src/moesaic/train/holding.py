@@ -58,7 +58,8 @@ def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holdi
     stages = [model]
     if isinstance(model, GPT) and config.mesh.pp > 1:
         stages = [
-            nn.ModuleList(parts_of(model, config, stage, torch.float32))
+            # whose autocast dtype does not count here
+            nn.ModuleList(parts_of(model, config, stage, dtype=torch.float32))
             for stage in range(config.mesh.pp)
         ]
     for option in options:
@@ -111,7 +112,7 @@ def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:
         shardings = ("node", "all") if can_shard_in_node else ("all",)
     if config.hold == "auto":
         holds = ("parameters", "gradients", "nothing")
-        # both need gradients that are held until the step's end
+        # stages, and gradients rounded between replicas, need gradients held until the step's end
         if config.pp > 1 or config.replica_precision != "as gradients":
             holds = ("parameters", "gradients")
     options = []

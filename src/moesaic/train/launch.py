@@ -168,6 +168,7 @@ def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> N
     def unmet() -> str:
         return _unmet(rank, world, patience, f"{store_keeper()} {roll.fate(0)}")
 
+    # later than the timeout below, so that it ends the process only if that one does not
     with (
         _ends_after(patience + 2 * ANSWER_SECONDS, unmet),
         naming_dead_ranks(roll, "while the ranks met: start the run again"),
@@ -270,7 +271,7 @@ def _open_store(rank: int, patience: float) -> Store:
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    is_kept_here = rank == 0 and _is_of_rank_0()
+    is_kept_here = rank == 0 and _is_of_rank_0()  # this process opens it itself
     until = time.monotonic() + patience
     while not is_kept_here:
         try:
@@ -403,6 +404,8 @@ class Roll:
 
     def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
         self.store = store
+        """Where ranks write about themselves: the store of all ranks, below a prefix of this
+        attempt."""
         self.rank = rank
         self.world = world
         self._pause = pause
@@ -430,7 +433,7 @@ class Roll:
             return "is gone, and the ranks' store with it" if self._is_lost else "has not started"
         if self._is_elsewhere(rank):
             return f"does not answer ({process}): it died, or its node is cut off"
-        process_id = int(process.split()[1])
+        process_id = int(process.split()[1])  # of "process 123 on host"
         return _state_of_process(process_id)
 
     def dead(self) -> dict[int, str]:
@@ -444,7 +447,7 @@ class Roll:
         earlier_beats = {rank: self._entry("beats", rank) for rank in others}
 
         # a process may still exist for a moment after its connections are closed
-        for _ in range(30):
+        for _ in range(30):  # three seconds
             fates = {rank: self.fate(rank) for rank in others}
             dead = {rank: fate for rank, fate in fates.items() if fate.startswith(GONE)}
             if dead:
@@ -462,7 +465,7 @@ class Roll:
 
     def fail(self) -> int:
         """Note that this rank fails, and asks the store no more; return how many have failed."""
-        number = self.store.add("roll/failures", 1)
+        number = self.store.add("roll/failures", 1)  # the counter's new value
         self.store.set(f"roll/left/{self.rank}", "")
         return number
 
@@ -683,7 +686,7 @@ def _state_of_process(number: int) -> str:
     state = fields[0]
     exit_code = int(fields[-1])
     if state in "ZX":  # zombie, dead
-        killed_by = exit_code & 0x7F
+        killed_by = exit_code & 0x7F  # the signal, or 0; the bits above are the exit status
         by = f" by {signal.Signals(killed_by).name}" if killed_by else ""
         return f"died{by} (process {number})"
     if state in "Tt":  # stopped, traced

@@ -166,13 +166,17 @@ class Trainer:
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
+        """Adds up the load of this rank's MoE layers between lines of metrics."""
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
+        """Records or replays routing, if the run is configured to."""
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
+        """Collects how the layers were balanced, between lines of metrics."""
         self.spikes = Spikes()
         self.moe_layers = {
             name: part for name, part in run.model.named_modules() if isinstance(part, MoE)
         }
+        """The MoE layers of this rank by their names in the model."""
         self._layers: Sequence[int] = range(len(self.moe_layers))
         """Numbers of the model's MoE layers on this rank."""
         if isinstance(run.model, PipelinedGPT):
@@ -195,6 +199,7 @@ class Trainer:
         """What `_rank_times` read at its last call: seconds of training, of compute, and of waits
         for each rank."""
         self._skipped_in_row = 0
+        """How many of the last steps were skipped, one after the other."""
         self._collapsed: set[str] = set()
         """Names of the layers whose collapsed routers were reported."""
         self._metrics: Metrics | None = None
@@ -202,14 +207,17 @@ class Trainer:
         self._say: Callable[[str], None] = partial(
             console.print, highlight=False, markup=False, soft_wrap=True
         )
+        """Prints a line of progress; it becomes that of the progress bar while there is one."""
         self.auto = start_auto(
-            run, candidates, lambda: self.clock.seconds, lambda line: self._say(line)
+            run, candidates, clock=lambda: self.clock.seconds, say=lambda line: self._say(line)
         )
+        """Chooses plans while training; None if the run has a fixed one."""
         self.experts = ExpertMover(
             run.config,
             run.model,
             run.ranks.mesh,
             run.optimizer,
+            # a run in float64 moves experts as one in float32 does
             element_bytes=min(run.dtype.itemsize, 4),
         )
 
@@ -431,9 +439,9 @@ class Trainer:
         # Each `next` lets the model run another micro-batch; its last one makes the backward pass
         # reduce gradients, so it may only come when all micro-batches have run forward.
         passes = micro_batches(model, count, hold=state.hold)
-        allowed = next(passes)
+        allowed = next(passes)  # number of the last micro-batch that was let run
         for losses in in_flight(loss_of, range(count)):
-            newest = len(auxiliary) - 1
+            newest = len(auxiliary) - 1  # number of the last one that has run forward
             while allowed < newest:
                 allowed = next(passes)
             loss = torch.stack(losses).sum()
@@ -490,6 +498,7 @@ class Trainer:
         if self.ranks.mesh is None or self.state.device.type != "cpu":
             return {}
         transport = self.ranks.mesh.transport
+        # in seconds: of training, of compute, and of waits for each rank
         times = [self.clock.seconds, transport.compute, *transport.waited]
         since = [value - before for value, before in zip(times, self._reported_times)]
         self._reported_times = times
@@ -515,7 +524,7 @@ class Trainer:
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
-            layer.step_counts.zero_()
+            layer.step_counts.zero_()  # the load of this step
         self._skipped_in_row += 1
         if self._skipped_in_row == most:
             if most > 1:

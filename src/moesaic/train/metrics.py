@@ -47,12 +47,13 @@ class Metrics:
         self.path = run_folder / METRICS
         lines = _lines_up_to(self.path, start_step, say) if start_step else []
         self._written = {(line["kind"], line["step"]) for line in lines}
+        """Kind and step of each line in the file."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
             write(self.path, text)
             # Unbuffered, since closing must not retry a write that a full disk refused.
             self._file = open_to_append(self.path)
-            self._opened = os.stat(self.path)
+            self._opened = os.stat(self.path)  # to notice another file in its place
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._events = event_files(run_folder, start_step) if tensorboard else None

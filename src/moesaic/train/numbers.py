@@ -60,6 +60,7 @@ class Spikes:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=RECENT)
+        """The recent losses that were no spikes, oldest first."""
 
     def usual(self, loss: float) -> float | None:
         """Return the median of the recent losses if `loss` is a spike; None otherwise.
@@ -211,6 +212,7 @@ def _first_faults(model: nn.Module, repeat: Callable[[], object], stage: int) ->
         direction: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
         """Note the first tensors of a pass that are not finite."""
+        # after the first fault of a pass, no others are looked for
         is_sound = direction in faults or all(bool(tensor.isfinite().all()) for tensor in tensors)
         if not is_sound:
             place = stage if direction == "forward" else -stage
@@ -388,6 +390,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(bits), CHECKED_AT_ONCE):
         chunk = bits[first : first + CHECKED_AT_ONCE]
+        # from 1, so that the first value counts too
         places = torch.arange(first + 1, first + len(chunk) + 1, device=bits.device)
         sums += torch.stack([chunk.sum(dtype=torch.int64), (chunk * places).sum()])
     return sums

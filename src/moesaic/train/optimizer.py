@@ -59,7 +59,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     # progress of the decay, from 0 at the peak to 1 at the last step
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
     if config.schedule == "wsd":
-        progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
+        # from 0 to 1 over the last `DECAY_SHARE` of the steps; below 0 while the rate is stable
+        progress = 1 - (1 - progress) / DECAY_SHARE
     progress = min(max(progress, 0.0), 1.0)
     if config.schedule == "cosine":
         share_left = 0.5 * (1 + math.cos(math.pi * progress))

@@ -86,6 +86,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
     """
     # activations between the layers, (batch, positions, dim)
     outside: Placement = Shard(1) if by_position else Replicate()
+    # by name of the module; `SplitParameters` gets the dimension that is split by name of parameter
     styles: dict[str, ParallelStyle] = {}
     if hasattr(model, "embedding"):
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
@@ -116,7 +117,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
 def _split_dims(dense: Dense) -> dict[str, int]:
     """Return the dimension that is split of each of a dense layer's parameters that are split."""
     expert = dense.expert
-    sharded, _ = expert.names
+    sharded, _ = expert.names  # those that shards of an expert split, and those held in common
     dims = {}
     for name in sharded:
         dim = expert.shard_dim(name)
@@ -186,9 +187,9 @@ class SplitParameters(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            self._partition,
-            None if self.input_layout is None else enter,
-            None if self.output_layout is None else leave,
+            partition_fn=self._partition,
+            input_fn=None if self.input_layout is None else enter,
+            output_fn=None if self.output_layout is None else leave,
         )
 
     def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:

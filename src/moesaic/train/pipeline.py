@@ -190,6 +190,7 @@ class PipelinedGPT(nn.Module):
         self.stage = stages.get_local_rank("pp")
         self.pp = stages.size(0)
         self.parts = parts_of(whole, config, self.stage, dtype)
+        """The parts of this rank's stage, in their order in the model."""
 
         # modules under their names in the full model
         self.blocks = nn.ModuleDict()
@@ -197,6 +198,7 @@ class PipelinedGPT(nn.Module):
             for name, block in part.blocks.items():
                 self.blocks[name] = block
         self.is_tied = whole.unembedding is None
+        """Whether the embedding is the output matrix too, of which two stages then have copies."""
         is_last = self.stage == self.pp - 1
         if self.stage == 0:
             self.positions = whole.positions
@@ -207,11 +209,13 @@ class PipelinedGPT(nn.Module):
             self.norm = whole.norm
             self.unembedding = whole.unembedding
 
+        # names of the blocks with an MoE layer, in the full model
         sparse = [
             str(name) for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)
         ]
         self.layers = [number for number, name in enumerate(sparse) if name in self.blocks]
         """Which of the full model's MoE layers this rank has, counted from 0."""
+        # the loss on ranks without the last part; also says the dtype and device of activations
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
@@ -220,6 +224,7 @@ class PipelinedGPT(nn.Module):
     def _make_schedule(self, config: TrainConfig, dp: int) -> tuple[AnySchedule, Route]:
         """Return the schedule of a step's micro-batches, and the route that they take."""
         seq_len = config.model.seq_len
+        # positions of a sequence that a rank sends
         length = seq_len // config.mesh.tp if config.mesh.sequence_parallel else seq_len
         route = Route(
             stage=self.stage,
@@ -257,7 +262,7 @@ class PipelinedGPT(nn.Module):
         """
         tokens = torch.cat([tokens for tokens, _ in batches])  # the schedule cuts them again
         targets = torch.cat([targets for _, targets in batches])
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # of each micro-batch; the schedule of the last stage fills it
         last_stage_arguments: dict[str, Any] = {}
         if self.stage == self.pp - 1:
             last_stage_arguments = {"target": targets, "losses": losses}
@@ -272,7 +277,7 @@ class PipelinedGPT(nn.Module):
                 step_switches(self.parts, keeps=self.hold == "parameters") as switches,
             ):
                 for replicas in switches.replicas:
-                    replicas.averages = False
+                    replicas.averages = False  # not in each backward pass, but once below
                 self._schedule.step(
                     *inputs, tokens=tokens, return_outputs=False, **last_stage_arguments
                 )
@@ -300,8 +305,9 @@ class PipelinedGPT(nn.Module):
         """
         refusals = [part.refusal for part in self.parts if part.refusal is not None]
         # one message for both: the loss, and how many parts refused
-        mean, num_refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
-        if num_refused:
+        num_refusals = torch.full_like(loss, len(refusals))
+        mean, mean_refusals = ranks.mean(torch.stack([loss, num_refusals]))
+        if mean_refusals:  # not 0 if any part of any rank refused
             with ranks.together():
                 if refusals:
                     raise refusals[0]
@@ -371,4 +377,4 @@ class PipelinedGPT(nn.Module):
         ]
         for move in dist.batch_isend_irecv(moves):
             move.wait()
-        gradient += received
+        gradient += received  # in place, so in `weight.grad`

@@ -66,6 +66,7 @@ class RoutingObserver:
     def __init__(self, run: RunState) -> None:
         self._places = _Places(run)
         self._replay = check_routing(run.config, run.step)
+        """The trace that is replayed, if any."""
         with run.ranks.together():
             if run.ranks.is_first:
                 prune(run.folder / FOLDER, run.step)
@@ -74,6 +75,7 @@ class RoutingObserver:
             sums = [checksum(segment) for segment in segments_of(Path(self._replay.name))]
             run.ranks.require_same("the trace that is replayed", sums, advice)
         self._recorder: _Recorder | None = None
+        """What keeps the recorded routing, if it is recorded."""
         if run.config.record_routing != "none":
             self._recorder = _Recorder(
                 run.config, run.ranks, self._places, folder=run.folder / FOLDER
@@ -154,7 +156,9 @@ class _Places:
         sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
         if isinstance(self._model, MovingGPT) and self._model.trip is not None:
             trip = self._model.trip
+            # where samples were when the layer was called: the sample in each (rank, slot)
             homes = trip.moves[place].before
+            # those in the slots of this rank's tensor-parallel group
             sequences = homes.samples[list(trip.relocator.group)].reshape(-1)
         first_tokens = sequences[:, None] * shape.seq_len
         tokens = (first_tokens + np.arange(shape.seq_len)).reshape(-1)
@@ -190,9 +194,11 @@ class _Recorder:
         assert config.record_routing != "none"
         self._shape = shape_of(config)
         self._holds = config.record_routing
+        """What tables hold: "tokens" or "counts"."""
         self._ranks = ranks
         self._folder = folder
         self._places = places
+        # written into the header of each segment
         self._source = {
             "router": config.model.moe.router,
             "mesh": {
@@ -243,7 +249,7 @@ class _Recorder:
         if self._ranks.mesh is not None:
             for tables in in_order:
                 total = torch.from_numpy(tables.astype(np.int32))
-                dist.reduce(total, 0)
+                dist.reduce(total, dst=0)
                 tables[...] = total.numpy()
         with self._ranks.together():
             if self._ranks.is_first:
@@ -268,7 +274,7 @@ class _Recorder:
         Raises:
             InputError: if they do not.
         """
-        for path in entries(self._folder, PATTERN)[:1]:
+        for path in entries(self._folder, PATTERN)[:1]:  # all segments have one shape
             header = read_header(path)
             problems = differences(header.shape, self._shape)
             if header.holds != self._holds:
@@ -316,6 +322,7 @@ class _RecordingCache(RoutingCache):
     def __init__(self) -> None:
         super().__init__({})
         self.records: dict[RoutingCached, RoutingRecord] = {}
+        """What was recorded, by layer."""
 
     def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
         """Keep a record."""

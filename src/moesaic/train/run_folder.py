@@ -60,6 +60,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[bytes] | None = None
+        """The open and locked lock file; None before `claim` and after `release`."""
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
         """Return whether a run wrote the folder; False if it is missing or empty.
@@ -267,6 +268,7 @@ def _refuse_other_owner(file: IO[bytes], path: Path, *, knows_locks: bool) -> No
         knows_locks: whether the file system has locks, so that somebody holds this one.
     """
     file.seek(0)
+    # an owner has fewer than 500 bytes
     owner = _read_owner(file.read(500).decode(errors="replace"))
     if not knows_locks and (owner is None or _is_gone(owner)):
         return

@@ -69,7 +69,13 @@ class Route:
         for number, part in self._numbered(parts):
             received = ids if number == 0 else x
             stage = PipelineStage(
-                part, number, num_parts, self.device, received, x, group=self.group
+                part,
+                stage_index=number,
+                num_stages=num_parts,  # torch calls each part a stage
+                device=self.device,
+                input_args=received,
+                output_args=x,
+                group=self.group,
             )
             pipeline_stages.append(stage)
 

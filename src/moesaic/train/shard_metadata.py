@@ -51,6 +51,8 @@ class ShardReader(IndexReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._pickled = folder / ".metadata"
+        """The list of the tensors as torch and earlier versions wrote it."""
+        # without either, reading the index says what is missing
         self._has_index = (folder / INDEX).exists() or not self._pickled.exists()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

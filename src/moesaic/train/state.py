@@ -278,7 +278,7 @@ def _make_model(
         if start.base is not None:
             read_frozen(start.base, model, config.model, vocab_size)
     if is_new:  # processors may round drawn weights differently
-        require_same_weights(model, ranks, 0, "start the run again", align=True)
+        require_same_weights(model, ranks, step=0, advice="start the run again", align=True)
     return model, hold
 
 
@@ -396,7 +396,7 @@ def _build(
     Args:
         make_model: makes the full model from the configuration and the vocabulary's size.
         dtype: autocast dtype of the forward pass; with float64, the parameters get it too.
-        ranks: their mesh gets the sharding that is chosen.
+        ranks: their mesh is replaced by one with the sharding that is chosen.
     """
     seed_everything(config.seed)
     with torch.device("meta"):
@@ -551,13 +551,13 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     with torch.device("meta"):
         model = task.make_model(config, saved.vocab_size)
         if config.adapters.base:
-            freeze(model, config.adapters, None)
+            freeze(model, config.adapters, grid=None)
     model.to_empty(device=pick_device(device)).eval()
     model.reset_parameters(draw_nothing)
     base = _find_base(replace(config, out=str(folder)), saved, say)
     if base is not None:
         read_frozen(base, model, config.model, saved.vocab_size)
-    load_into(saved, model, None, config.model, saved.vocab_size)
+    load_into(saved, model, optimizer=None, config=config.model, vocab_size=saved.vocab_size)
     return Trained(folder, config, model, text=tokenizer)
 
 

@@ -47,7 +47,8 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     """
     require_writable(out, "--out")
     sources = [find_files((path,), "path") for path in paths]
-    tokenizer = make_tokenizer(data, None)
+    tokenizer = make_tokenizer(data, file=None)
+    # the smallest integers that all ids fit
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     little_endian = dtype.newbyteorder("<")
     tokens = [0] * len(sources)

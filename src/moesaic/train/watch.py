@@ -124,9 +124,13 @@ class Watch:
         self._round_seconds = 2 * self._pause + 1
         """Seconds in which every live rank has read the store once."""
         self._main = threading.get_ident()
+        """The main thread, by id."""
         self._stopped = threading.Event()
+        """Set to end the watch thread."""
         self._thread: threading.Thread | None = None
+        """The watch thread; None if the run is not watched."""
         self._previous_handlers: dict[signal.Signals, SignalHandler] = {}
+        """What handled the signals before this watch."""
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -207,6 +211,7 @@ class Watch:
             # A stopped process (or machine) does not hang, so each round counts no more seconds
             # than it may take.
             now = time.monotonic()
+            # the pause, what the store may take, and as much as a pause for all else
             longest_round = 2 * self._pause + self._answer_seconds
             still_seconds = still_seconds + min(now - last_look, longest_round)
             last_look = now
@@ -229,6 +234,7 @@ class Watch:
                     self._leave()  # another rank has said why, and rank 0 waits for this one
                 had_failures = failures > 0
                 if is_given_up:
+                    # it waits for two rounds itself, and does not return
                     ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
                 if new_progress != progress:  # some rank works in a long function
                     progress = new_progress
@@ -510,6 +516,7 @@ def between_stages(frames: Sequence[FrameType]) -> str:
     if stage is None:
         return words
 
+    # torch calls a part of the model a stage
     rank_of_part = stage.stage_index_to_group_rank
     neighbours = []
     for part in (stage.stage_index - 1, stage.stage_index + 1):
