@@ -72,7 +72,7 @@ class Blocks:
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
         row_numbers = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
-        max_rows = block_limit(row_numbers * work.x.element_size())
+        max_rows = block_limit(row_numbers * work.x.element_size())  # of a block, for the cache
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
         """The number of rows of each segment of `all`."""
@@ -111,7 +111,7 @@ class Blocks:
         """Make a block of these segments, with these numbers of rows, if there are any."""
         if segments:
             block = RowBlock(
-                len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
+                index=len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
             )
             self.all.append(block)
             self.sizes += sizes

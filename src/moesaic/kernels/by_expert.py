@@ -39,6 +39,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     x = work.x
     num_ups = work.up.shape[1]
+    # buffers for the hidden rows, and for the gathered inputs
     blocks = Blocks(work, hidden_buffers=1, dim_buffers=1)
     pre = empty((num_ups, work.num_rows, work.hidden), x.dtype, x.device)
     projections = _up_projections(work, pre, blocks)
@@ -127,10 +128,12 @@ class _Backward:
         num_ups = work.up.shape[1]
         self.work = work
         self.wanted = wanted
-        # d_pre takes a buffer for each up matrix
+        # (rows, hidden): the hidden rows, and d_pre with one for each up matrix; (rows, dim): what
+        # is gathered, and weighted rows or gradients
         self.blocks = blocks = Blocks(work, hidden_buffers=1 + num_ups, dim_buffers=2)
-        pre_by_projection = pre.reshape(num_ups, work.num_rows, work.hidden)
+        pre_by_projection = pre.reshape(num_ups, work.num_rows, work.hidden)  # as `forward` wrote
         self.pre = [blocks.cut(part) for part in pre_by_projection.unbind()]
+        """The pre-activations of each projection, by block."""
         self.x = Source(x, work.x_rows, blocks)
         self.dy = Source(dy, work.y_rows, blocks)
         self.up = work.up.unbind()
@@ -149,6 +152,7 @@ class _Backward:
             self.weighs_early = not wants_gates or _can_divide_by(result_weights)
 
         self.d_rows: Results | None = None
+        """Collects the gradients of the input rows; None if nothing reads them."""
         if wanted.x or (wants_gates and work.gates_first):
             self.d_rows = Results(work, blocks, weights=input_weights, places=work.d_x_rows)
         self.d_up = self._new_gradient(work.up)
@@ -161,6 +165,7 @@ class _Backward:
 
         may_wait = wanted.deferred_wgrad and work.dispatch is None
         self.last = blocks.all[-1] if blocks.all and may_wait else None
+        """The block whose weight gradients are deferred; None to defer nothing."""
         self.deferred: list[_WeightGradients] = []
         self.hidden = Scratch(blocks, work.hidden, x)
         self.d_pre = Scratch(blocks, pre.shape[1], x)

@@ -232,13 +232,14 @@ def admit(
     queued_expert = choice.expert
     if alive_N is not None:
         queued_expert = queued_expert.masked_fill(~alive_N, num_experts)
-    # the copies of one expert after those of another, first choices first
+    # the copies of one expert after those of another, first choices first: of copies with the same
+    # slot the priorities, all below `num_turns`, decide
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
     queue = (choice.slot * num_turns + priority).argsort(stable=True)
     queue = queue[queued_expert[queue].argsort(stable=True)]
     expert_in_queue = queued_expert[queue]
 
-    load_E = count(queued_expert, None, num_experts + 1)
+    load_E = count(queued_expert, alive_N=None, num_experts=num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
     place = torch.arange(len(queue), device=queue.device) - start_E[expert_in_queue]
     if before_KE is not None:
@@ -252,6 +253,7 @@ def _shift(choice: Choice, alive_N: Tensor | None, before_KE: Tensor) -> Tensor:
     rank, (N,)."""
     num_experts = before_KE.shape[1]
     num_cells = before_KE.numel()
+    # a cell for each choice and expert, and one more for copies that are not alive
     cell = choice.slot * num_experts + choice.expert
     if alive_N is not None:
         cell = cell.masked_fill(~alive_N, num_cells)

@@ -268,7 +268,7 @@ class Peers:
         slots: Callable[[Tensor], Tensor] = lambda expert: expert,
     ) -> None:
         self._transport = transport
-        self._all_are_peers = grid.tp == 1
+        self._all_are_peers = grid.tp == 1  # no tensor-parallel group, whose ranks share tokens
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         self.number = len(self.ranks)
         """P, the number of peers, this rank included."""
@@ -281,11 +281,13 @@ class Peers:
         """The index of this rank's slice."""
         self._plan_digest = digest
         self._settings: dict[str, object] = {}
+        """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
         """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
         layer."""
         self._device_digest = (torch.empty(0), torch.empty(0))
-        """A digest and its copy on a device."""
+        """The `digest` that was copied last, and its copy on a device."""
+        # only the messages of all ranks bring the counts of every rank
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
         # messages count node tokens too where a plan of this mesh may multicast
@@ -298,6 +300,7 @@ class Peers:
         """Experts that `extras` sorted, and their order, until `order` takes it."""
         self.all_agree = True
         """Whether all ranks are known to run the same programs; False after a switch of plans."""
+        # an announcement is at least a mark, a length and the digest
         self.length = 2 + len(self.digest)
         """The length of the last message, the same on all ranks; before the first message, the
         length of an announcement."""
@@ -310,7 +313,8 @@ class Peers:
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
-        is_alone = self.number <= self.slices  # with its tokens, which it routes by slices
+        # no other group's tokens: all peers route slices of the same ones
+        is_alone = self.number <= self.slices
         hashed = None if is_alone else hash_of(self.weights.values())
         if hashed is None:
             return torch.zeros(1, dtype=torch.int64, device=device)
@@ -442,6 +446,7 @@ class Peers:
         messages = torch.stack(all_gather(self._transport, ranks, message))
         if knows_peers:
             return messages
+        # the digest is the end of a message
         self.check(messages[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
         return messages[list(self.ranks)]
@@ -495,7 +500,7 @@ class Peers:
         Raises:
             InputError: if the ranks do not run the same.
         """
-        differs = (digests != digests[0]).any(1).tolist()
+        differs = (digests != digests[0]).any(1).tolist()  # of each rank, from the first one's
         if not any(differs):
             return
         if together:
@@ -523,6 +528,7 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
         matrix = tensor.detach().reshape(num_rows, -1).contiguous()
         words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
         height, width = words.shape
+        # of 1, 3, 5 and so on: a factor for each row, then one for each column
         squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()
         row_factors = squares[:height]
         column_factors = squares[height:]

@@ -210,7 +210,9 @@ def route_chosen(
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
 
     detached = weight_N.detach()
-    counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
+    counted = _Counted.of(
+        choice, detached, alive_N=None, valid_T=None, num_tokens=num_tokens, num_experts=num_experts
+    )
     scored = _Scored(
         choice, weight_N=detached, alive_N=None, counted=counted, sums=None, logits=None
     )
@@ -360,6 +362,7 @@ def choose_at_once(
 
     values = None
     if reduced:
+        # `_fused_sum` names a field for each of these losses
         values = [getattr(chosen, str(field)) for field in fields]
     sums = None
     if exchanges:
@@ -432,7 +435,8 @@ def _earlier_counts(batch: TokenInfo, counted: _Counted) -> Tensor | None:
     earlier = batch.earlier_counts
     if earlier is None or batch.step_total is None:
         return earlier
-    # ranks that are no peers route other tokens at the same time, whose copies are earlier here
+    # Ranks that are no peers route other tokens at the same time, whose copies count as earlier
+    # ones. Their counts of this call are in the total, as are this rank's.
     return batch.step_total(earlier + counted.requested) - counted.requested
 
 
@@ -479,10 +483,17 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     best_T = None
     if capacity.admits_by_score and rows is not None:
         best_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
-    sent = admit(choice, scored.alive_N, rows, best_T, rules.num_experts, before_KE)
-    return RoutingRecord(
-        None,
+    sent = admit(
         choice,
+        scored.alive_N,
+        rows=rows,
+        best_weight_T=best_T,
+        num_experts=rules.num_experts,
+        before_KE=before_KE,
+    )
+    return RoutingRecord(
+        noise=None,
+        choice=choice,
         requested=requested,
         num_valid=num_valid,
         nonfinite=nonfinite,
@@ -501,7 +512,7 @@ def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
     # only a queue of all ranks' copies depends on the order of choices
     counts_KE = requested.unsqueeze(0)
     if rules.capacity.spans_mesh and rules.top_k > 1:
-        cell = scored.choice.slot * num_experts + scored.choice.expert
+        cell = scored.choice.slot * num_experts + scored.choice.expert  # (choice, expert)
         counts = count(cell, scored.alive_N, rules.top_k * num_experts)
         counts_KE = counts.view(rules.top_k, num_experts)
     extras = peers.extras(
@@ -564,6 +575,7 @@ def _routing(
     token = choice.token
     expert = choice.expert
     weight = weight_N
+    # a CPU removes copies that are not sent; elsewhere they stay, with expert number E
     has_unsent = sent is not None and expert.device.type != "cpu"
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
@@ -574,11 +586,12 @@ def _routing(
         weight = weight[indices]
 
     if record.capacity is None and (sent is None or record.by_rank is not None):
-        counts = record.requested  # nothing is dropped
+        counts = record.requested  # of all ranks: nothing is dropped
     elif record.by_rank is not None:
         counts = record.by_rank.sum(0)
     else:
-        counts = count(expert, None, num_experts + 1)[:num_experts]
+        # without the last, of copies that are not sent
+        counts = count(expert, alive_N=None, num_experts=num_experts + 1)[:num_experts]
     return Routing(
         token=token,
         expert=expert,
@@ -665,7 +678,10 @@ def _values_over_ranks(
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            slope = balance_slope(record.requested, record.num_valid, top_k, None, dtype)
+            # the number of tokens is read from `num_valid`
+            slope = balance_slope(
+                record.requested, record.num_valid, top_k, num_tokens=None, dtype=dtype
+            )
             values.append(_linear(own.probs_GE, probs, slope))
         else:  # the mean of the squares
             share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)

@@ -44,7 +44,7 @@ def rows_times_by_triton(
         return out
 
     rows_per_expert = num_rows // max(1, num_experts)
-    tile_rows = min(MOST_ROWS, max(16, power_of_two(rows_per_expert)))
+    tile_rows = min(MOST_ROWS, max(16, power_of_two(rows_per_expert)))  # `tl.dot` needs 16
     capacity = max_tiles(num_rows, num_experts, tile_rows)
     _nf4_kernel[(capacity * triton.cdiv(columns, BLOCK),)](
         x,

@@ -49,7 +49,7 @@ def sum_tokens(
             rows.contiguous(),
             by_token,
             starts=starts,
-            weights=rows if weights is None else weights,
+            weights=rows if weights is None else weights,  # without weights, not read
             out=out,
             num_tokens=len(out),
             num_rows=len(by_token),
