@@ -503,8 +503,8 @@ class StackedExperts(AbstractExperts):
             return None
         if name == "w2":
             return 2
-        # the hidden units follow the experts, and gate and up where they are one parameter: with one
-        # matrix they are dimension 1, with two dimension 2
+        # the hidden units follow the experts, and gate and up where they are one parameter: they
+        # are dimension 1 with one matrix, and 2 with two
         return len(self.ups)
 
     @property
