@@ -124,7 +124,8 @@ class AbstractExperts(nn.Module, ABC):
         if self._marks:
             for parameter in self.parameters():
                 if not hasattr(parameter, _NUM_MARKS):
-                    # torch keeps hooks of a swapped DTensor, and no longer calls them
+                    # torch keeps hooks of a swapped DTensor, and no longer calls them: the marks
+                    # register theirs again
                     parameter._backward_hooks = None
         self.mark_all()
         return self

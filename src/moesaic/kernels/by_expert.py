@@ -136,8 +136,8 @@ class _Backward:
         """The pre-activations of each projection, by block."""
         self.x = Source(x, work.x_rows, blocks)
         self.dy = Source(dy, work.y_rows, blocks)
-        self.up = work.up.unbind()
-        self.down = work.down.unbind()
+        self.up = work.up.unbind()  # of each expert, (up matrices, hidden, dim)
+        self.down = work.down.unbind()  # of each expert, (dim, hidden)
 
         input_weights = work.input_weights
         result_weights = work.result_weights
@@ -167,6 +167,7 @@ class _Backward:
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         """The block whose weight gradients are deferred; None to defer nothing."""
         self.deferred: list[_WeightGradients] = []
+        # the memory of one block for each
         self.hidden = Scratch(blocks, work.hidden, x)
         self.d_pre = Scratch(blocks, pre.shape[1], x)
         self.weighted = Scratch(blocks, x.shape[1], x)

@@ -115,7 +115,7 @@ def choose_forward(
     if expert is None:
         expert_TK = _ranked(logits, gates, bias, rule)
     else:
-        expert_TK = expert.view(-1, rule.top_k).clone()
+        expert_TK = expert.view(-1, rule.top_k).clone()  # an operator returns no argument
     expert = expert_TK.view(-1)
     weight = _weights(logits, gates, expert_TK, rule).view(-1)
     if rule.scale != 1:

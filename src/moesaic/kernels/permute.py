@@ -312,6 +312,7 @@ def in_expert_order(weight: Tensor, permutation: Permutation) -> Tensor:
     """Return values of copies, (R,) in the order of the routing, as values of rows;
     differentiable."""
     dispatch = permutation.dispatch
+    # `by_token` is the inverse of `order` if copies are listed by token and all are sent
     if dispatch.per_token is None or dispatch.has_unsent:
         return weight.index_select(0, permutation.order)
     rows: Tensor = _InExpertOrder.apply(weight, permutation.order, dispatch.by_token)

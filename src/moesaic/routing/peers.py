@@ -8,6 +8,7 @@ A message has, all as float64: the sizes (valid tokens, tokens, copies with a we
 finite, a hash of the router's weights), counts by choice and expert (K, E), the sums of the losses,
 the extras (counts of node tokens), and the digest, a hash of the plan and of a call's arguments. P
 peers exchange messages. Copies are alive if they are neither padding nor held back by the router.
+Node tokens are the nodes and ranks to which multicast sends each token (`node_tokens.py`).
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ class Peers:
         digest: 16 bytes, the same on all ranks that run the same programs.
         find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot,
             number of tokens); None under other plans.
-        slots: maps experts to the slots that hold them.
+        slots: maps experts to the slots that hold them, in the order in which ranks store experts.
     """
 
     def __init__(
