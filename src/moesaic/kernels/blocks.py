@@ -254,15 +254,18 @@ class Results:
         self._dispatch = work.dispatch
         self._weights = weights
         self._rows: Tensor | None = None
+        """(R, D): the results in expert order."""
         self._total: Tensor | None = None
+        """(T, D): the sums of the tokens' results so far, weighted."""
         self._placed: Tensor | None = None
+        """(R, D): the results in their places, weighted."""
 
         all_bytes = num_rows * dim * x.element_size()
         if places is not None:
             self._placed = empty((num_rows, dim), x.dtype, x.device)
         if work.dispatch is not None and all_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
-            places = work.dispatch.token
+            places = work.dispatch.token  # a row's place is its token
 
         if places is not None:
             self._scratch = Scratch(blocks, dim, x)

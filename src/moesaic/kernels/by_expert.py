@@ -293,6 +293,7 @@ class _Backward:
                 matrix = self.up[product.expert].flatten(0, 1)
                 rows_product(product.rows, matrix, product.out, product.behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
+                # a weight multiplies the input row: its gradient is the product of both rows
                 row_numbers = self.blocks.row_numbers[: block.rows]
                 dots = dot_rows(d_rows.rows, inputs.rows, row_numbers)
                 self.d_gate_blocks[block.index].copy_(dots)

@@ -143,7 +143,7 @@ def _sort_by_numpy(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     if num_experts < 2**16:
         numbers = numbers.astype(np.uint16)
     order = numbers.argsort(kind="stable")
-    counts = np.bincount(numbers, minlength=num_experts)[:num_experts]
+    counts = np.bincount(numbers, minlength=num_experts)[:num_experts]  # of copies that are sent
     ends = counts.cumsum(dtype=np.int32)
     num_sent = ends[-1]
     row = np.full(len(numbers), -1)

@@ -67,7 +67,7 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
         torch.mm(rows, matrix, out=out)
         return
     out[:num_onednn].copy_(product_by_onednn(rows[:num_onednn], matrix.t()))
-    if num_onednn < num_rows:
+    if num_onednn < num_rows:  # the last rows, fewer than `STEP`
         torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
 
 
@@ -109,7 +109,7 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
             out.add_(product)
         else:
             out.copy_(product)
-        if num_onednn < num_rows:
+        if num_onednn < num_rows:  # the last rows, fewer than `STEP`
             out.addmm_(a[num_onednn:].t(), b[num_onednn:])
         return
 

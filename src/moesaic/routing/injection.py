@@ -444,7 +444,7 @@ class InjectsLosses(nn.Module):
                 "graph injects the losses: call set_loss_scale(model, share), or wrap the "
                 "layer's forward in torch.compiler.disable"
             )
-        turn = TURN.get()
+        turn = TURN.get()  # the micro-batch that runs, if several are in flight
         mine = []
         others = []
         for injection in self._living_injections():

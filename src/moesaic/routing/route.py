@@ -674,7 +674,7 @@ def _values_over_ranks(
     over the tokens."""
     dtype = own.logsumexp_squared.dtype
     probs, squares = gathered.totals(dtype)
-    top_k = record.choice.per_token or 1
+    top_k = record.choice.per_token or 1  # a fused choice has equally many copies of each token
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
