@@ -171,7 +171,7 @@ class Capacity(AbstractCapacity):
         needed = requested_E.max()
         if self.factor is None:
             return needed
-        # in float64, which limited devices lack, as `fixed_rows` does
+        # in float64, as `fixed_rows`: limited devices, which lack it, leave it to the CPU
         tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
         rows_per_token = self.factor * top_k / len(requested_E)
         limit = torch.ceil(tokens.double() * rows_per_token).long().to(num_valid.device)

@@ -242,6 +242,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         layer = self._layer()
         parameters = [] if layer is None else _trainable(layer)
         if not _are_same(parameters, self._pass_parameters):
+            # within the pass the layer had others, those of a wrapper
             self._is_wrapped = True
             if not _are_same(parameters, self._watched):
                 self._watched = parameters

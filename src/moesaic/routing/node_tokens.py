@@ -67,12 +67,11 @@ class NodeTokens:
         stop_cell = places_of(self.stops.flatten(), self._num_stops)
         if self.visits is None:
             return (stop_cell % tokens).int().unsqueeze(1)
-        # the cell of the same chunk and token on the place's node
+        # the cell of the same chunk and token on the place's node; places come first in a cell's
+        # number, and those of a node follow one another
         cells_of_place = chunks * tokens
         places_per_node = num_places // len(self.visits)
-        node = stop_cell // (
-            places_per_node * cells_of_place
-        )  # places come first in a cell's number
+        node = stop_cell // (places_per_node * cells_of_place)
         visit_cell = node * cells_of_place + stop_cell % cells_of_place
         number_of_visit = _numbered(self.visits).flatten()
         return number_of_visit.index_select(0, visit_cell).int().unsqueeze(1)

@@ -276,8 +276,8 @@ class Peers:
         self.place = self.ranks.index(transport.rank)
         """The index of this rank among the peers."""
         self.slices = grid.tp if slices else 1
-        """The number of neighbouring peers that hold slices of one batch of tokens (the
-        tensor-parallel group of schedule S1); 1 if every peer has whole sequences."""
+        """The number of neighbouring peers, a tensor-parallel group, that hold slices of one batch
+        of tokens; 1 if every peer has whole sequences."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
         self._plan_digest = digest
@@ -505,6 +505,7 @@ class Peers:
         if not any(differs):
             return
         if together:
+            # by name of a setting, what to do if ranks have different values
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
         # their settings are the same, so that the plans differ; without a comparison either may
@@ -534,6 +535,7 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
         row_factors = squares[:height]
         column_factors = squares[height:]
         hashed = ((words * column_factors).sum(1) * row_factors).sum()
+        # like a digit in base `_ODD`, so that the order of the tensors counts
         total = hashed if total is None else total * _ODD + hashed
     return None if total is None else total.remainder(_PRIME)
 

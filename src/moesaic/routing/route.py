@@ -377,7 +377,7 @@ def choose_at_once(
     counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
     return _Scored(
         choice,
-        chosen.weight,
+        weight_N=chosen.weight,
         alive_N=_alive(choice, valid_T),
         counted=counted,
         sums=sums,
@@ -461,13 +461,13 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     requested, nonfinite, num_valid = scored.counted
     gathered = None
     before_KE = None
-    rows = None
+    rows = None  # the most that an expert takes
     by_rank = None
     if rules.peers is None:
         rows = capacity.rows(requested, num_valid, top_k)
     else:
         gathered = _exchanged(rules, scored, rules.peers)
-        place = rules.peers.place
+        place = rules.peers.place  # this rank among the peers
         own_requested = requested
         requested = gathered.counts.sum((0, 1))
         num_valid = gathered.valid.sum()
