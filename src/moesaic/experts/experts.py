@@ -268,6 +268,7 @@ class AbstractExperts(nn.Module, ABC):
             units=units,
             unit_numbers=numbers_per_unit,
             kept=0,
+            # numbers per row: what autograd saves, and the result
             forward=saved_per_row + self.dim,
             backward=2 * (saved_per_row + self.dim),
             element_bytes=dtype.itemsize,

@@ -395,8 +395,8 @@ class FrozenExperts(AbstractExperts):
         unfrozen = ExpertSizes.stacked(
             self.dim, hidden, matrices, dtype.itemsize, kernel=kind_of(sharded[0].device)
         )
-        # what the weights take is measured: one expert is packed, and the bytes of a row are counted
-        # in numbers of the products
+        # what the weights take is measured: one expert is packed, and the bytes of a row are
+        # counted in numbers of the products
         packed = self.pack(_in_dtype(self.first(sharded, 1), dtype))
         unit_bytes = packed.shape[1] * packed.element_size()
         unit_numbers = math.ceil(unit_bytes / dtype.itemsize)

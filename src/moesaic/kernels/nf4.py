@@ -250,17 +250,17 @@ def _by_blocks(
         if end == start:
             continue
         for first in range(0, num_columns, per_block):
-            last = min(first + per_block, num_columns)
+            stop = min(first + per_block, num_columns)
             if transposed:
-                part = slice(first, last)
+                part = slice(first, stop)
                 matrix = dequantize(codes[expert, part], scales[expert, part], x.dtype).t()
             else:
-                code_part = slice(first // 2, last // 2)
-                scale_part = slice(first // BLOCK, last // BLOCK)
+                code_part = slice(first // 2, stop // 2)  # two codes in a byte
+                scale_part = slice(first // BLOCK, stop // BLOCK)
                 matrix = dequantize(
                     codes[expert, :, code_part], scales[expert, :, scale_part], x.dtype
                 )
             # the rows of later experts may be overwritten, as their products come later
-            rows_product(rows, matrix, out[start:end, first:last], behind=len(x) - end)
+            rows_product(rows, matrix, out[start:end, first:stop], behind=len(x) - end)
         start = end
     return out

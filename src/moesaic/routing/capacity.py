@@ -241,6 +241,7 @@ def admit(
 
     load_E = count(queued_expert, alive_N=None, num_experts=num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
+    # the place of each copy in its own expert's queue
     place = torch.arange(len(queue), device=queue.device) - start_E[expert_in_queue]
     if before_KE is not None:
         place = place + _shift(choice, alive_N, before_KE)[queue]

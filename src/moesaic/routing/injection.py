@@ -314,6 +314,7 @@ class InjectLoss(torch.autograd.Function):
         if injection.is_collected:
             return grad_y, None, None
         injection.loss = None
+        # the loss's weight is its gradient
         weight = injection.layer.passes.weight(grad_y, injection.is_half).to(ctx.loss_dtype)
         injection.layer.passes.note(ctx)
         if injection.share != 1:

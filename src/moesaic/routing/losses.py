@@ -309,7 +309,7 @@ class LoadBalance(AbstractLoss):
         else:
             counts = statistics.counts_GE.sum(0, keepdim=True)
         num_experts = counts.shape[1]
-        share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+        share = counts / counts.sum(1, keepdim=True).clamp_min(1)  # f_e
         # The loss is linear in the probabilities, summed by sequence, which all have one slope
         # unless the level is that of sequences. One mean over all tokens weighs these by length.
         slope = num_experts * share / statistics.tokens_G.sum().clamp_min(1)

@@ -200,7 +200,7 @@ def route_chosen(
     """
     num_tokens, top_k = expert_TK.shape
     copy = torch.arange(num_tokens * top_k, device=expert_TK.device)
-    per_token = max(top_k, 1)
+    per_token = max(top_k, 1)  # a divisor, also of no copies
     choice = Choice(
         token=copy // per_token,
         expert=expert_TK.reshape(-1),

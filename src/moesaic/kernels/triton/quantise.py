@@ -154,6 +154,7 @@ def _int8_encode_kernel(
     for first in tl.range(0, dim, CHUNK):
         column = first + tl.arange(0, CHUNK)
         value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+        # `div_rn` needs a divisor of the same shape
         quotient = tl.div_rn(value, tl.zeros((CHUNK,), tl.float32) + scale)
         level = tl.minimum(tl.maximum((quotient + ROUND) - ROUND, -LEVELS), LEVELS)
         level = tl.where(quotient == quotient, level, 0.0)  # NaN, which differs from itself
@@ -180,6 +181,7 @@ def _fp8_encode_kernel(
     largest = tl.max(tl.where(is_finite, tl.abs(value), 0.0), 1)
     scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
+    # `div_rn` needs a divisor of the same shape
     scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
     is_number = scaled == scaled  # NaN differs from itself
     clamped = tl.where(is_number, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))

@@ -104,6 +104,7 @@ def _sum_tokens_kernel(
                 WEIGHTED=WEIGHTED,
             )
     else:
+        # one past the token's last place in `by_token`
         last = tl.load(starts + token + 1, mask=token + 1 < num_tokens, other=num_rows)
         for place in tl.range(first, last):
             total += weighted_row(
