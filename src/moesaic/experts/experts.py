@@ -873,7 +873,7 @@ class BorrowedExperts(StackedExperts):
         self.activation = _known_activation(activation)
         self.clamp = clamp
         self.bias = bias
-        self.is_spread = True
+        self.is_spread = True  # `read` returns this rank's part
         self._read = read
 
     def weights(self) -> tuple[Weights, Weights]:

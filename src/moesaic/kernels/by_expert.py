@@ -139,12 +139,13 @@ class _Backward:
         self.up = work.up.unbind()  # of each expert, (up matrices, hidden, dim)
         self.down = work.down.unbind()  # of each expert, (dim, hidden)
 
+        # weights and their gradients, (rows,) of each block
         input_weights = work.input_weights
         result_weights = work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
         wants_gates = wanted.gates and work.gates is not None
-        self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
+        self.d_gates = x.new_empty(work.num_rows) if wants_gates else None  # (R,)
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
         self.weighs_early = False
         """Whether result weights are applied in the gather of dy; see `_down_gradients`."""
@@ -159,6 +160,7 @@ class _Backward:
         self.d_up_bias = self._new_gradient(work.up_bias)
         self.d_down = self._new_gradient(work.down)
         self.d_down_bias = self._new_gradient(work.down_bias)
+        # views of each expert's gradient: (up matrices * hidden, dim) and (dim, hidden)
         self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_by_expert = () if self.d_down is None else self.d_down.unbind()
         self._zero_idle_experts()
@@ -167,6 +169,7 @@ class _Backward:
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         """The block whose weight gradients are deferred; None to defer nothing."""
         self.deferred: list[_WeightGradients] = []
+        """The products that `Gradients.finish` is to write."""
         # the memory of one block for each
         self.hidden = Scratch(blocks, work.hidden, x)
         self.d_pre = Scratch(blocks, pre.shape[1], x)

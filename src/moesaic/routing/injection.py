@@ -159,6 +159,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         self._had_gradient = False
         """Whether a watched parameter had a gradient at the end of the last pass."""
         self._has_warned = False
+        """Whether the warning `BESIDE` was given."""
         self._nodes: list[Any] = []
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
@@ -284,6 +285,7 @@ class Injection:
         self.turn = TURN.get()
         """The micro-batch to which the loss belongs, if several are in flight."""
         self.is_collected = False
+        """Whether the caller propagates the loss."""
 
     def collect(self) -> Tensor | None:
         """Return the loss for the caller to propagate, and never inject it; None if it was

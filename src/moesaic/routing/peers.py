@@ -271,6 +271,7 @@ class Peers:
         self._transport = transport
         self._all_are_peers = grid.tp == 1  # no tensor-parallel group, whose ranks share tokens
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
+        """The ranks of the peers, this one included, in the order of their tokens."""
         self.number = len(self.ranks)
         """P, the number of peers, this rank included."""
         self.place = self.ranks.index(transport.rank)
@@ -280,7 +281,7 @@ class Peers:
         of tokens; 1 if every peer has whole sequences."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
-        self._plan_digest = digest
+        self._plan_digest = digest  # without the arguments of a call
         self._settings: dict[str, object] = {}
         """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
@@ -294,6 +295,7 @@ class Peers:
         # messages count node tokens too where a plan of this mesh may multicast
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
+        """The length of the extras: a count for each chunk, and each node and place of ep."""
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
         """The node tokens that `extras` found, and the choice that they belong to, until
         `node_tokens` takes them."""
