@@ -173,8 +173,7 @@ def backward(
         d_down_bias, bias_parts = bias_grad(
             dy, ends, bias=work.down_bias, weight=work.gates, token=dy_token
         )
-        # a routing weight multiplies the bias too
-        parts = torch.cat([parts, bias_parts], 1)
+        parts = torch.cat([parts, bias_parts], 1)  # a routing weight multiplies the bias too
     d_gates = _gates_gradient(parts, work, wanted)
 
     d_up = None

@@ -449,8 +449,7 @@ def _choose_kernel(
             counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
         weights = scale * _normalized(picked, is_copy, FORM)
         _store_copies(copies, experts, weights, row, copy, is_copy)
-        # NaN and infinity less themselves are NaN
-        is_wrong = is_copy & is_valid[:, None] & (weights - weights != 0.0)
+        is_wrong = is_copy & is_valid[:, None] & (weights - weights != 0.0)  # NaN or infinite
         nonfinite += tl.sum(is_wrong.to(tl.int32), 1)
         num_valid += is_valid.to(tl.int32)
         if FORM.balance:
@@ -620,8 +619,7 @@ def _choose_backward_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Write the gradient of a tile of logits. `d_gates` is the gradient of the scores, through
-    which some of it passes; `direct` adds up the gradient of the logits."""
+    """Write the gradient of a tile of logits, `direct`; `d_gates` is that of the scores."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     column = tl.arange(0, COLUMNS)
@@ -635,7 +633,6 @@ def _choose_backward_kernel(
         is_expert = column < num_experts
         if FORM.reduced:
             copies = tl.load(counts + column, mask=is_expert, other=0)
-            # of the loss, a number, in each expert's summed probabilities
             d_probs = tl.load(d_balance) * _slope(copies, tl.load(num_valid), num_experts)
         else:
             d_probs = tl.load(d_balance + column, mask=is_expert, other=0.0)
