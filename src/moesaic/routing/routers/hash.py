@@ -72,7 +72,7 @@ class Hash(AbstractRouter):
         rank_by.scatter_(1, order_TE, ranks_E.expand_as(rank_by))
         uniform = torch.full_like(rank_by, 1 / self.num_experts)
         return Scores(
-            logits=torch.zeros_like(rank_by),
+            torch.zeros_like(rank_by),
             probs=uniform,
             gates=torch.ones_like(rank_by),
             rank_by=rank_by,
