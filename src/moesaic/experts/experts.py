@@ -105,6 +105,7 @@ class AbstractExperts(nn.Module, ABC):
         self.replaced = ReplacedParameters()
         """Parameters that were replaced when experts were spread or sharded."""
         self._marks: list[Callable[[nn.Parameter], object]] = []
+        """The marks of all parameters, in the order of the calls of `mark`."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or convert the parameters; say what is wrong if another library holds those that are
@@ -123,7 +124,8 @@ class AbstractExperts(nn.Module, ABC):
         if self._marks:
             for parameter in self.parameters():
                 if not hasattr(parameter, _NUM_MARKS):
-                    # torch keeps hooks of a swapped DTensor, and no longer calls them
+                    # torch keeps hooks of a swapped DTensor, and no longer calls them: the marks
+                    # register theirs again
                     parameter._backward_hooks = None
         self.mark_all()
         return self
@@ -266,6 +268,7 @@ class AbstractExperts(nn.Module, ABC):
             units=units,
             unit_numbers=numbers_per_unit,
             kept=0,
+            # numbers per row: what autograd saves, and the result
             forward=saved_per_row + self.dim,
             backward=2 * (saved_per_row + self.dim),
             element_bytes=dtype.itemsize,
@@ -384,13 +387,13 @@ class AbstractExperts(nn.Module, ABC):
 
         devices = [rows.device] if rows.is_cuda else []
         with torch.enable_grad(), torch.random.fork_rng(devices):
-            torch.set_rng_state(kept[0])
+            torch.set_rng_state(kept[0])  # the states in which `run` began
             if rows.is_cuda:
                 torch.cuda.set_rng_state(kept[1], rows.device)
             again = ExpertCall(sharded, common, rows, gates, ends=call.ends, shards=call.shards)
             out = self.compute(again)
 
-        inputs = [rows, *sharded, *common]
+        inputs = [rows, *sharded, *common]  # then the gates, if any
         if gates is not None:
             inputs.append(gates)
         d_rows, *d_others = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
@@ -468,6 +471,8 @@ class StackedExperts(AbstractExperts):
         super().__init__(dim, num_experts)
         self.bias = bias
         self._casts: dict[str, _KeptCast] = {}
+        """The casts of this optimizer step, by the names of parameters; empty before the first
+        `begin_step`."""
         up_shape = (hidden, dim)
         shapes: dict[str, tuple[int, ...]] = {
             self._up: up_shape if len(self.ups) == 1 else (len(self.ups), *up_shape),
@@ -500,7 +505,8 @@ class StackedExperts(AbstractExperts):
             return None
         if name == "w2":
             return 2
-        # the hidden units follow the experts, and gate and up where they are one parameter
+        # the hidden units follow the experts, and gate and up where they are one parameter: they
+        # are dimension 1 with one matrix, and 2 with two
         return len(self.ups)
 
     @property
@@ -629,7 +635,7 @@ class StackedExperts(AbstractExperts):
 
         # the shapes of the parameters, which have no dimension of one matrix without a gate
         sharded: Weights = (grads.up.view(call.sharded[0].shape), grads.down)
-        if grads.up_bias is not None:
+        if grads.up_bias is not None:  # the third of the split parameters, see `names`
             sharded += (grads.up_bias.view(call.sharded[2].shape),)
         # each shard added its part of b2, since the shards' results are summed
         common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
@@ -678,6 +684,7 @@ class StackedExperts(AbstractExperts):
             bias=self.bias,
             kernel=kind_of(sharded[0].device),
             converts=converts(dtype),
+            # float16 weights may be too small to divide a product by, see `kernels/by_expert.py`
             weights_late=dtype == torch.float16,
         )
 
@@ -697,7 +704,7 @@ class StackedExperts(AbstractExperts):
         widths = [num_ups * self.dim, self.dim]
         if self.bias:
             widths.append(num_ups)
-        by_unit = rows.view(num_experts, -1, sum(widths))
+        by_unit = rows.view(num_experts, -1, sum(widths))  # (num_experts, hidden, columns)
         up, down, *biases = by_unit.split(widths, dim=2)
 
         # the hidden units go back behind gate and up
@@ -866,7 +873,7 @@ class BorrowedExperts(StackedExperts):
         self.activation = _known_activation(activation)
         self.clamp = clamp
         self.bias = bias
-        self.is_spread = True
+        self.is_spread = True  # `read` returns this rank's part
         self._read = read
 
     def weights(self) -> tuple[Weights, Weights]:

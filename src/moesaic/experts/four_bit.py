@@ -80,12 +80,13 @@ class FourBitExperts(FrozenExperts):
                 f"FourBitExperts: dim={dim} and hidden={hidden} must be multiples of "
                 f"{nf4.BLOCK}, whose numbers share a scale"
             )
-        form = Form(four_bit=True, bias=bias, ranks=(rank, rank))
+        form = Form(four_bit=True, bias=bias, ranks=(rank, rank))  # of up and down
         super().__init__(
             dim, num_experts, gated=gated, activation=activation, clamp=clamp, form=form
         )
         parts = 2 if gated else 1  # gate and up, or up alone
         shapes: dict[str, tuple[int, ...]] = {
+            # of one expert; two codes in a byte
             "up": (parts, hidden, dim // 2),
             "down": (dim, hidden // 2),
             "up_scales": (parts, hidden, dim // nf4.BLOCK),

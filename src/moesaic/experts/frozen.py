@@ -110,7 +110,7 @@ class Form:
 
     def has(self, name: str) -> bool:
         """Return whether experts of this form have a field of `FrozenWeights`."""
-        matrix, _, part = name.partition("_")
+        matrix, _, part = name.partition("_")  # "up" and "scales" of "up_scales"
         if not part:
             return True
         if part == "scales":
@@ -118,18 +118,22 @@ class Form:
         if part == "bias":
             return self.bias
         up_rank, down_rank = self.ranks
-        rank = down_rank if matrix == "down" else up_rank
+        rank = down_rank if matrix == "down" else up_rank  # the rest are adapters
         return rank > 0
 
 
 class Product(NamedTuple):
-    """One matrix of every expert, (out, in), with what is added to it."""
+    """One matrix of every expert, (out, in), with the adapter, of rank r, that is added to it.
+    `low` are rows between the adapter's matrices, (R, r)."""
 
     weight: Tensor
     """(E, out, in), or codes."""
     scales: Tensor | None
+    """(E, out, in / 64), in NF4 only."""
     inner: Tensor | None
+    """(E, r, in); None without an adapter."""
     outer: Tensor | None
+    """(E, out, r)."""
 
     def rows(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return (R, out) of rows (R, in)."""
@@ -362,7 +366,7 @@ class FrozenExperts(AbstractExperts):
             if gradient is not None:
                 common.append(gradient.flatten(1))
         if self.form.bias:
-            # the frozen bias is a part of the one common tensor, whose gradient is whole
+            # the frozen bias is the last part of the one common tensor, whose gradient is whole
             common.append(call.common[0].new_zeros(len(call.common[0]), self.dim))
         joined = (torch.cat(common, 1),) if common else ()
         return tuple(sharded), joined
@@ -391,7 +395,8 @@ class FrozenExperts(AbstractExperts):
         unfrozen = ExpertSizes.stacked(
             self.dim, hidden, matrices, dtype.itemsize, kernel=kind_of(sharded[0].device)
         )
-        # what the weights take is measured: one expert is packed
+        # what the weights take is measured: one expert is packed, and the bytes of a row are
+        # counted in numbers of the products
         packed = self.pack(_in_dtype(self.first(sharded, 1), dtype))
         unit_bytes = packed.shape[1] * packed.element_size()
         unit_numbers = math.ceil(unit_bytes / dtype.itemsize)
@@ -415,6 +420,7 @@ class FrozenExperts(AbstractExperts):
             return sharded[0].new_zeros(len(sharded[0]) * units, 1)
 
         dtype = torch.uint8
+        # the adapters' columns, if any, are the ones of floating point
         for column in columns:
             if column.is_floating_point():
                 dtype = column.dtype
@@ -431,6 +437,7 @@ class FrozenExperts(AbstractExperts):
         for name, (shape, is_bytes) in shapes.items():
             widths[name] = shape.numel() // (rows.element_size() if is_bytes else 1)
         if rows.shape[1] < sum(widths.values()):
+            # these are gradients
             widths = {name: width for name, width in widths.items() if name in TRAINED}
 
         by_unit = rows.view(num_experts, -1, rows.shape[1])
@@ -544,7 +551,8 @@ def _in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
 def _without_units(columns: Tensor, unit_shape: torch.Size, is_bytes: bool) -> Tensor:
     """Return a split tensor from its columns in the packed rows, (E, units, numbers)."""
     numbers = columns.contiguous().view(torch.uint8) if is_bytes else columns
-    # units go next to the hidden units of one, dimension 1 of its shape, and join them
+    # dimension 1 of a unit's shape counts its hidden units, of which all units have n together:
+    # (E, units, a, n / units, ...) -> (E, a, units, n / units, ...) -> (E, a, n, ...)
     return numbers.unflatten(2, unit_shape).movedim(1, 2).flatten(2, 3)
 
 

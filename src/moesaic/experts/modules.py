@@ -66,7 +66,7 @@ class ModuleExperts(AbstractExperts):
         ends = call.ends.tolist()
         starts = [0, *ends[:-1]]
         modules = list(self.experts.children())
-        per_module = len(call.sharded) // max(len(ends), 1)
+        per_module = len(call.sharded) // max(len(ends), 1)  # parameters of one expert
         results = []
         for index, (start, end) in enumerate(zip(starts, ends)):
             # a call may bring more experts than there are modules, which differ only in weights
@@ -148,6 +148,7 @@ def copies_of(parameter: nn.Parameter) -> int | None:
 
 
 _MARK = "_copies_of_expert"
+"""The attribute of a parameter that holds the result of `copies_of`."""
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -74,13 +74,14 @@ class ReplacedParameters:
 
     def __init__(self) -> None:
         self._successions: list[Succession] = []
+        """What was noted, in order, until nobody holds the old parameter."""
         self._references: list[tuple[int, bool]] = []
         """At the last look, for each succession: how many references the old parameter had, and
         whether the new one trained."""
 
     def note(self, old: OwnedParameter, new: nn.Parameter) -> None:
-        """Note that `new` took the place of `old`, and of those whose place that had taken. It gets
-        the hooks."""
+        """Note that `new` took the place of `old`, and of the parameters whose place `old` had
+        taken before. `new` gets the hooks of `old`."""
         _move_hooks(old.parameter(), new)
         for index, succession in enumerate(self._successions):
             if succession.new == old.number:
@@ -103,7 +104,8 @@ class ReplacedParameters:
         if not references or references == self._references:
             return
         if self._stale(_optimizers()):
-            gc.collect()  # one that nobody uses any more may be waiting for it
+            # an optimizer that nobody uses any more may be waiting for the collection
+            gc.collect()
             self.refuse(_optimizers())
         self._references = references
 

@@ -126,13 +126,14 @@ def hidden_gradient_into(
     Args:
         pre, activation, clamp: as for `hidden_rows`.
         grad: (R, H), the gradient of the hidden rows; becomes the gradient of `pre[0]`.
-        gate: (R, H), the `gate` that `hidden_rows_into` wrote; becomes the gradient of `pre[1]`.
-            None if `pre` has one.
+        gate: (R, H), the activated gate, which `hidden_rows_into` wrote: what multiplies `pre[1]`
+            in the hidden rows. Becomes the gradient of `pre[1]`. None if `pre` has one.
     """
     if gate is None:
         _gradient_into(pre[0], activation, grad)
         return
     gate_pre, up_pre = pre
+    # of a product of two factors, the gradient of each has the other as a factor
     gate.mul_(grad)
     if clamp is None:
         grad.mul_(up_pre)

@@ -72,8 +72,9 @@ class Blocks:
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
         row_numbers = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
-        max_rows = block_limit(row_numbers * work.x.element_size())
+        max_rows = block_limit(row_numbers * work.x.element_size())  # of a block, for the cache
         self.all: list[RowBlock] = []
+        """The blocks, in row order."""
         self.sizes: list[int] = []
         """The number of rows of each segment of `all`."""
         self.counts = counts(work.ends)
@@ -95,7 +96,9 @@ class Blocks:
         self._close(segments, sizes)
 
         self._rows = [block.rows for block in self.all]
+        """The number of rows of each block."""
         self.most_rows = max(self._rows, default=0)
+        """The number of rows of the largest block."""
         self.row_numbers = torch.arange(self.most_rows, device=work.x.device)
         """`arange` of the rows of the largest block."""
 
@@ -111,7 +114,7 @@ class Blocks:
         """Make a block of these segments, with these numbers of rows, if there are any."""
         if segments:
             block = RowBlock(
-                len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
+                index=len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
             )
             self.all.append(block)
             self.sizes += sizes
@@ -191,6 +194,7 @@ class Source:
 
     def __init__(self, x: Tensor, index: Tensor | None, blocks: Blocks) -> None:
         self._x = x
+        # by block: with an index the rows of `x` to gather, else the rows themselves
         self._index_blocks = None if index is None else blocks.cut(index)
         self._row_blocks = blocks.cut(x) if index is None else ()
         self._row_numbers = blocks.row_numbers
@@ -254,17 +258,21 @@ class Results:
         self._dispatch = work.dispatch
         self._weights = weights
         self._rows: Tensor | None = None
+        """(R, D): the results in expert order."""
         self._total: Tensor | None = None
+        """(T, D): the sums of the tokens' results so far, weighted."""
         self._placed: Tensor | None = None
+        """(R, D): the results in their places, weighted."""
 
         all_bytes = num_rows * dim * x.element_size()
         if places is not None:
             self._placed = empty((num_rows, dim), x.dtype, x.device)
         if work.dispatch is not None and all_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
-            places = work.dispatch.token
+            places = work.dispatch.token  # a row's place is its token
 
         if places is not None:
+            # the memory of one block, and places and weights by block
             self._scratch = Scratch(blocks, dim, x)
             self._places = blocks.cut(places)
             self._weight_blocks = None if weights is None else blocks.cut(weights)

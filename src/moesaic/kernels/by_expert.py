@@ -39,6 +39,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     x = work.x
     num_ups = work.up.shape[1]
+    # buffers for the hidden rows, and for the gathered inputs
     blocks = Blocks(work, hidden_buffers=1, dim_buffers=1)
     pre = empty((num_ups, work.num_rows, work.hidden), x.dtype, x.device)
     projections = _up_projections(work, pre, blocks)
@@ -127,21 +128,24 @@ class _Backward:
         num_ups = work.up.shape[1]
         self.work = work
         self.wanted = wanted
-        # d_pre takes a buffer for each up matrix
+        # (rows, hidden): the hidden rows, and d_pre with one for each up matrix; (rows, dim): what
+        # is gathered, and weighted rows or gradients
         self.blocks = blocks = Blocks(work, hidden_buffers=1 + num_ups, dim_buffers=2)
-        pre_by_projection = pre.reshape(num_ups, work.num_rows, work.hidden)
+        pre_by_projection = pre.reshape(num_ups, work.num_rows, work.hidden)  # as `forward` wrote
         self.pre = [blocks.cut(part) for part in pre_by_projection.unbind()]
+        """The pre-activations of each projection, by block."""
         self.x = Source(x, work.x_rows, blocks)
         self.dy = Source(dy, work.y_rows, blocks)
-        self.up = work.up.unbind()
-        self.down = work.down.unbind()
+        self.up = work.up.unbind()  # of each expert, (up matrices, hidden, dim)
+        self.down = work.down.unbind()  # of each expert, (dim, hidden)
 
+        # weights and their gradients, (rows,) of each block
         input_weights = work.input_weights
         result_weights = work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
         wants_gates = wanted.gates and work.gates is not None
-        self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
+        self.d_gates = x.new_empty(work.num_rows) if wants_gates else None  # (R,)
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
         self.weighs_early = False
         """Whether result weights are applied in the gather of dy; see `_down_gradients`."""
@@ -149,19 +153,24 @@ class _Backward:
             self.weighs_early = not wants_gates or _can_divide_by(result_weights)
 
         self.d_rows: Results | None = None
+        """Collects the gradients of the input rows; None if nothing reads them."""
         if wanted.x or (wants_gates and work.gates_first):
             self.d_rows = Results(work, blocks, weights=input_weights, places=work.d_x_rows)
         self.d_up = self._new_gradient(work.up)
         self.d_up_bias = self._new_gradient(work.up_bias)
         self.d_down = self._new_gradient(work.down)
         self.d_down_bias = self._new_gradient(work.down_bias)
+        # views of each expert's gradient: (up matrices * hidden, dim) and (dim, hidden)
         self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_by_expert = () if self.d_down is None else self.d_down.unbind()
         self._zero_idle_experts()
 
         may_wait = wanted.deferred_wgrad and work.dispatch is None
         self.last = blocks.all[-1] if blocks.all and may_wait else None
+        """The block whose weight gradients are deferred; None to defer nothing."""
         self.deferred: list[_WeightGradients] = []
+        """The products that `Gradients.finish` is to write."""
+        # the memory of one block for each
         self.hidden = Scratch(blocks, work.hidden, x)
         self.d_pre = Scratch(blocks, pre.shape[1], x)
         self.weighted = Scratch(blocks, x.shape[1], x)
@@ -287,6 +296,7 @@ class _Backward:
                 matrix = self.up[product.expert].flatten(0, 1)
                 rows_product(product.rows, matrix, product.out, product.behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
+                # a weight multiplies the input row: its gradient is the product of both rows
                 row_numbers = self.blocks.row_numbers[: block.rows]
                 dots = dot_rows(d_rows.rows, inputs.rows, row_numbers)
                 self.d_gate_blocks[block.index].copy_(dots)

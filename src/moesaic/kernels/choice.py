@@ -69,8 +69,8 @@ def _settings(values: tuple[Any, ...]) -> tuple[ChoiceRule, WantedSums]:
 
 
 def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
-    """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups that are
-    powers of two, as tiles."""
+    """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups whose
+    size and number are powers of two, as the sizes of tiles are."""
     if kind_of(logits.device) != "triton" or logits.dtype != torch.float32:
         return False
     num_experts = logits.shape[1]
@@ -115,7 +115,7 @@ def choose_forward(
     if expert is None:
         expert_TK = _ranked(logits, gates, bias, rule)
     else:
-        expert_TK = expert.view(-1, rule.top_k).clone()
+        expert_TK = expert.view(-1, rule.top_k).clone()  # an operator returns no argument
     expert = expert_TK.view(-1)
     weight = _weights(logits, gates, expert_TK, rule).view(-1)
     if rule.scale != 1:
@@ -147,7 +147,7 @@ def choose_forward(
         token,
         slot,
         counts,
-        zero_if_finite.count_nonzero(),
+        zero_if_finite.count_nonzero(),  # NaN is not zero
         num_valid,
     )
 
@@ -160,6 +160,7 @@ def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Choice
     if wanted.balance:
         balance_shape = () if wanted.reduced else (1, num_experts)
     z_shape = () if wanted.z else (0,)
+    # makes tensors like the empty one: int64, on the device of the logits
     new_ints = logits.new_empty(0, dtype=torch.int64).new_empty
     return ChoiceResult(
         weight=logits.new_empty(num_copies),
@@ -217,7 +218,7 @@ class _Choose(torch.autograd.Function):
         chosen = ChoiceResult(*choose_forward(logits, bias, valid, expert, *settings))
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*chosen[3:])
+        ctx.mark_non_differentiable(*chosen[3:])  # all but `weight`, `balance` and `z`
         ctx.save_for_backward(logits, valid, chosen.expert, chosen.counts, chosen.num_valid)
         return tuple(chosen)
 
@@ -231,6 +232,7 @@ class _Choose(torch.autograd.Function):
             d_balance = None
         if not wanted.z:
             d_z = None
+        # the saved tensors are the first fields of `ChoiceGradients`
         d_logits: Tensor = choose_backward(
             *ctx.saved_tensors, d_weight, d_balance, d_z, *ctx.settings
         )
@@ -292,7 +294,7 @@ def _sums(
             probs = probs * valid.unsqueeze(1)
         sums = probs.sum(0)
         if wanted.reduced:
-            # the loss is linear in the sums
+            # the loss is linear in the sums; with padding, `num_valid` is the number of tokens
             num_tokens = len(logits) if valid is None else None
             slope = balance_slope(counts, num_valid, rule.top_k, num_tokens, sums.dtype)
             balance = sums.dot(slope)
@@ -415,12 +417,12 @@ def _through_sigmoid(
     d_gates = torch.zeros_like(logits)
     if d_probs is not None:
         # probabilities are gates divided by the sum of a token's gates
-        d_gates = _quotient_gradient(d_probs, gates, 0.0)
+        d_gates = _quotient_gradient(d_probs, gates, least=0.0)
     if d_weight is not None:
         if rule.normalize:
             chosen_gates = gates.gather(1, expert_TK)
             smallest = torch.finfo(gates.dtype).tiny
-            d_weight = _quotient_gradient(d_weight, chosen_gates, smallest)
+            d_weight = _quotient_gradient(d_weight, chosen_gates, least=smallest)
         d_gates = d_gates.scatter_add(1, expert_TK, d_weight)
     return d_gates * gates * (1 - gates)  # the derivative of the sigmoid
 

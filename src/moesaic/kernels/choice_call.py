@@ -65,8 +65,8 @@ class ChoiceResult(NamedTuple):
 
 
 class ChoiceGradients(NamedTuple):
-    """What the backward pass of `choose` reads. The gradients of results that were not used are
-    None."""
+    """What the backward pass of `choose` reads: two of its arguments, fields of `ChoiceResult`, and
+    the gradients of the first three of these, None for those that were not used."""
 
     logits: Tensor
     valid: Tensor | None

@@ -68,9 +68,10 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     rank[order] = copy - first_of_expert[expert[order]]
     place = torch.where(rank < capacity, expert * capacity + rank, num_places)
 
-    # the rows of a place, in the sense of `Dispatch`, are the tokens of its copies: at most one
+    # The rows of a place, in the sense of `Dispatch`, are the tokens of its copies: at most one.
+    # Sums read `by_token` and `starts` alone; `token` is any tensor.
     sorted_place, by_place = place.sort(stable=True)
-    token_of_copy = copy % max(num_tokens, 1)
+    token_of_copy = copy % max(num_tokens, 1)  # each choice lists all tokens
     starts = torch.searchsorted(sorted_place, torch.arange(num_places + 1, device=device))
     num_kept = sorted_place[sorted_place < num_places].shape[0]
     place_TK = place.view(top_k, num_tokens).t().contiguous()

@@ -257,7 +257,7 @@ class _ExpertFfn(torch.autograd.Function):
         """Return the gradients of `forward`'s arguments that are wanted."""
         *tensors, pre = ctx.saved_tensors
         parameters = tensors[-4:]  # up, up_bias, down, down_bias; None for absent biases
-        wants_x, wants_gates = ctx.needs_input_grad[2:4]
+        wants_x, wants_gates = ctx.needs_input_grad[2:4]  # after settings and out_dtype
         wants_weights = any(ctx.needs_input_grad[-4:])
         d_x, d_gates, *d_weights = expert_backward(
             *tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights

@@ -64,6 +64,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(len(x), w.shape[2])
     start = 0
     for expert, end in enumerate(_on_host(ends, x)):
+        # the rows of later experts may be overwritten, as their products come later
         rows_product(x[start:end], w[expert], out[start:end], behind=len(x) - end)
         start = end
     return out

@@ -59,7 +59,8 @@ def keep_freed_memory() -> bool:
     mallopt = _function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is None:
         return False
-    # each call returns 1 if it took effect
+    # blocks of less than 1 GiB come from the heap, whose free end is given back from 2 GiB on, the
+    # most that an int holds; each call returns 1 if it took effect
     keeps_large = mallopt(_M_MMAP_THRESHOLD, 2**30)
     keeps_free = mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     return bool(keeps_large and keeps_free)

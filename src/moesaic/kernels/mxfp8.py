@@ -39,7 +39,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         rows,
         matrices.transpose(1, 2),
         swizzled(tiled_scales),
-        swizzled(matrix_scales).flatten(1),
+        swizzled(matrix_scales).flatten(1),  # a row of bytes for each expert
         offs=ends,
         out_dtype=torch.bfloat16,
     )

@@ -221,8 +221,9 @@ def _(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transposed: bool) 
 
 @register_flop_formula(torch.ops.moesaic.nf4_rows_times)
 def _(x, codes, scales, ends, transposed, **_) -> int:  # type: ignore[no-untyped-def]
-    """Return the FLOPs of one product of all rows; the arguments are shapes."""
-    return int(2 * x[0] * codes[1] * 2 * codes[2])
+    """Return the FLOPs of one product of all rows, 2 R N K; the arguments are shapes."""
+    num_inputs = 2 * codes[2]  # two codes in a byte
+    return int(2 * x[0] * codes[1] * num_inputs)
 
 
 def _by_blocks(
@@ -230,7 +231,8 @@ def _by_blocks(
 ) -> Tensor:
     """Return `rows_times` on a CPU: expert by expert, each in blocks of columns of the result.
 
-    Such a block needs rows of the stored matrix if `transposed`, else columns of it.
+    A block has as many columns as `SCRATCH` allows, at least one, or one block of scales. It needs
+    rows of the stored matrix if `transposed`, else columns of it.
     """
     height = codes.shape[1]
     width = 2 * codes.shape[2]
@@ -248,16 +250,17 @@ def _by_blocks(
         if end == start:
             continue
         for first in range(0, num_columns, per_block):
-            last = min(first + per_block, num_columns)
+            stop = min(first + per_block, num_columns)
             if transposed:
-                part = slice(first, last)
+                part = slice(first, stop)
                 matrix = dequantize(codes[expert, part], scales[expert, part], x.dtype).t()
             else:
-                code_part = slice(first // 2, last // 2)
-                scale_part = slice(first // BLOCK, last // BLOCK)
+                code_part = slice(first // 2, stop // 2)  # two codes in a byte
+                scale_part = slice(first // BLOCK, stop // BLOCK)
                 matrix = dequantize(
                     codes[expert, :, code_part], scales[expert, :, scale_part], x.dtype
                 )
-            rows_product(rows, matrix, out[start:end, first:last], behind=len(x) - end)
+            # the rows of later experts may be overwritten, as their products come later
+            rows_product(rows, matrix, out[start:end, first:stop], behind=len(x) - end)
         start = end
     return out

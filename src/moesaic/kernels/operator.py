@@ -79,11 +79,12 @@ def operator(
         def call(*arguments: Any) -> Any:
             """Call the function directly where the dispatcher would have nothing to do, else the
             operator."""
+            # the compiler and the active modes see operators only
             if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
                 return overload(*arguments)
             if type(arguments[0]) is not Tensor:  # a subclass
                 return overload(*arguments)
-            if refuses_gradient and torch.is_grad_enabled():
+            if refuses_gradient and torch.is_grad_enabled():  # autograd calls `_refuse`
                 return overload(*arguments)
             return guarded(*arguments)
 

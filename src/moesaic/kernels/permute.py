@@ -120,7 +120,7 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     """
     if expert.device.type == "cpu":
         return _sort_by_numpy(expert, num_experts)
-    # sorts in half the time of int64
+    # int16, which holds E too, is sorted in half the time of int64
     narrow = expert
     if num_experts < 2**15:
         narrow = expert.to(torch.int16)
@@ -143,7 +143,7 @@ def _sort_by_numpy(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     if num_experts < 2**16:
         numbers = numbers.astype(np.uint16)
     order = numbers.argsort(kind="stable")
-    counts = np.bincount(numbers, minlength=num_experts)[:num_experts]
+    counts = np.bincount(numbers, minlength=num_experts)[:num_experts]  # of copies that are sent
     ends = counts.cumsum(dtype=np.int32)
     num_sent = ends[-1]
     row = np.full(len(numbers), -1)
@@ -235,9 +235,9 @@ def sum_rows(
     if kind == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
         from moesaic.kernels.triton.rows.permute import sum_tokens
 
-        return sum_tokens(
-            rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype
-        )
+        # 0 if the number of a token's rows varies
+        per_token = dispatch.per_token or 0
+        return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, per_token, dtype)
     return _sum_gathered(rows, dispatch, weights).to(dtype)
 
 
@@ -294,6 +294,7 @@ def _sum_by_doubling(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     if not len(rows):
         return rows.new_zeros(len(starts), rows.shape[1])
     row = torch.arange(len(rows), dtype=starts.dtype, device=rows.device)
+    # a row's segment, by the number of segments that start at or before it
     segment = torch.searchsorted(starts, row, right=True)
     step = 1
     while step < len(rows):
@@ -311,6 +312,7 @@ def in_expert_order(weight: Tensor, permutation: Permutation) -> Tensor:
     """Return values of copies, (R,) in the order of the routing, as values of rows;
     differentiable."""
     dispatch = permutation.dispatch
+    # `by_token` is the inverse of `order` if copies are listed by token and all are sent
     if dispatch.per_token is None or dispatch.has_unsent:
         return weight.index_select(0, permutation.order)
     rows: Tensor = _InExpertOrder.apply(weight, permutation.order, dispatch.by_token)
@@ -372,6 +374,7 @@ def dot_rows(a: Tensor, b: Tensor, row_numbers: Tensor | None = None) -> Tensor:
         return (a.float() * b.float()).sum(1).to(a.dtype)
     if row_numbers is None:
         row_numbers = torch.arange(len(a))
+    # row numbers as indices, as offsets and as bags: each bag has one row; mode 0 is a sum
     dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         a, b, row_numbers, row_numbers, row_numbers, 0
     )

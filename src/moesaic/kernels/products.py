@@ -18,6 +18,9 @@ otherwise MKL multiplies, which takes any strides.
 float16 is multiplied as float32 and rounded once, and so is bfloat16 in small products and on
 processors without instructions for it: torch's own products take up to 126 (float16) and 14 times
 as long (docs/log.md).
+
+Copies pay from `FEWEST` multiplications on. Small are products of fewer, with a matrix of at most
+`WIDEST` numbers.
 """
 
 from __future__ import annotations
@@ -59,12 +62,12 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
     if is_short:
         _short_product(rows, matrix, out, behind)
         return
-    num_onednn = _num_onednn_rows(rows, matrix.shape, matrix, num_rows)
+    num_onednn = _num_onednn_rows(rows, matrix.shape, second=matrix, height=num_rows)
     if not num_onednn:
         torch.mm(rows, matrix, out=out)
         return
     out[:num_onednn].copy_(product_by_onednn(rows[:num_onednn], matrix.t()))
-    if num_onednn < num_rows:
+    if num_onednn < num_rows:  # the last rows, fewer than `STEP`
         torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
 
 
@@ -77,7 +80,7 @@ def _short_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int) -> No
         out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
         return
     if missing:
-        # reads and writes the rows behind, too
+        # the same memory, extended by the rows behind, which are read and written too
         rows = rows.as_strided((num_rows + missing, rows.shape[1]), rows.stride())
         out = out.as_strided((num_rows + missing, out.shape[1]), out.stride())
     torch.mm(rows, matrix, out=out)
@@ -99,14 +102,14 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out.copy_(product.add_(out) if adds else product)
         return
 
-    num_onednn = _num_onednn_rows(a, out.shape, b, a.shape[1])
+    num_onednn = _num_onednn_rows(a, out.shape, second=b, height=a.shape[1])
     if num_onednn:
         product = product_by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
         if adds:
             out.add_(product)
         else:
             out.copy_(product)
-        if num_onednn < num_rows:
+        if num_onednn < num_rows:  # the last rows, fewer than `STEP`
             out.addmm_(a[num_onednn:].t(), b[num_onednn:])
         return
 
@@ -119,7 +122,8 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
 
 
 def converts(dtype: torch.dtype) -> Converts:
-    """Return what products of a dtype copy on this processor, for the memory of a call."""
+    """Return what products of a dtype copy on this processor, for the memory of a call: 16-bit
+    operands to float32, of small products or of all, or float32 operands for oneDNN ("packed")."""
     if dtype in SHORT:
         return "small" if multiplies(dtype) else "all"
     if dtype == torch.float32 and onednn_is_faster():
@@ -142,6 +146,7 @@ def product_by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
     """
     if not _is_packed(transposed):
         transposed = transposed.clone()  # keeps which dimension is contiguous
+    # without a bias, and with no function ("none", its scalars and its variant) of the product
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
     return product
 

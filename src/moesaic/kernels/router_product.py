@@ -91,11 +91,12 @@ def router_backward(
 
     num_experts = len(weight)
     num_columns = grads.shape[1]
-    num_read = min(len(order), 3) * num_experts
-    # the last columns, transposed, as a view
+    num_read = min(len(order), 3) * num_experts  # the last two or three pieces, see above
+    # these last columns, transposed, as a view
     last_pieces = grads.as_strided(
         (num_read, len(grads)), stride=(1, num_columns), storage_offset=num_columns - num_read
     )
+    # (pieces, E, D), whose sum over the pieces is the gradient
     d_matrix = product(last_pieces, x).view(-1, *weight.shape).sum(0)
     if unit is not None:
         d_matrix = d_matrix * unit
@@ -139,7 +140,7 @@ def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | 
         matrix_pieces = torch.cat([weight, weight])
     else:
         matrix_pieces, matrix_unit = pieces_of(weight, dtype, (0, 0, 1), side_by_side=False)
-        grads = grads[:, : len(matrix_pieces)]
+        grads = grads[:, : len(matrix_pieces)]  # the first three of four pieces
     d_x = product_in_dtype(grads, matrix_pieces)
     if unit is None:
         return d_x

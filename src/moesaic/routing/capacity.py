@@ -171,7 +171,7 @@ class Capacity(AbstractCapacity):
         needed = requested_E.max()
         if self.factor is None:
             return needed
-        # in float64, which limited devices lack, as `fixed_rows` does
+        # in float64, as `fixed_rows`: limited devices, which lack it, leave it to the CPU
         tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
         rows_per_token = self.factor * top_k / len(requested_E)
         limit = torch.ceil(tokens.double() * rows_per_token).long().to(num_valid.device)
@@ -232,14 +232,16 @@ def admit(
     queued_expert = choice.expert
     if alive_N is not None:
         queued_expert = queued_expert.masked_fill(~alive_N, num_experts)
-    # the copies of one expert after those of another, first choices first
+    # the copies of one expert after those of another, first choices first: of copies with the same
+    # slot the priorities, all below `num_turns`, decide
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
     queue = (choice.slot * num_turns + priority).argsort(stable=True)
     queue = queue[queued_expert[queue].argsort(stable=True)]
     expert_in_queue = queued_expert[queue]
 
-    load_E = count(queued_expert, None, num_experts + 1)
+    load_E = count(queued_expert, alive_N=None, num_experts=num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
+    # the place of each copy in its own expert's queue
     place = torch.arange(len(queue), device=queue.device) - start_E[expert_in_queue]
     if before_KE is not None:
         place = place + _shift(choice, alive_N, before_KE)[queue]
@@ -252,6 +254,7 @@ def _shift(choice: Choice, alive_N: Tensor | None, before_KE: Tensor) -> Tensor:
     rank, (N,)."""
     num_experts = before_KE.shape[1]
     num_cells = before_KE.numel()
+    # a cell for each choice and expert, and one more for copies that are not alive
     cell = choice.slot * num_experts + choice.expert
     if alive_N is not None:
         cell = cell.masked_fill(~alive_N, num_cells)

@@ -159,6 +159,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         self._had_gradient = False
         """Whether a watched parameter had a gradient at the end of the last pass."""
         self._has_warned = False
+        """Whether the warning `BESIDE` was given."""
         self._nodes: list[Any] = []
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
@@ -187,7 +188,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
                 "backward, n the number of micro-batches"
             )
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
         weight = 0.0
@@ -204,8 +205,9 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         self._nodes.append(node)
         if len(self._nodes) <= self._most_nodes:
             return
-        # so that the graph is searched once, and not in every pass
+        # the graph is searched once for each number of nodes, and not in every pass
         self._most_nodes = len(self._nodes)
+        # the calls of one forward pass follow one another, those of another pass lie beside them
         if not any(_leads(other, node) for other in self._nodes[:-1]):
             self._has_warned = True
             warnings.warn(BESIDE, stacklevel=2)
@@ -230,7 +232,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
             return True
         if _versions(self._watched) != self._versions:
             return True
-        # within a pass, wrappers may hold the gradients elsewhere: there must have been some
+        # gradients were cleared if there are none, unless a wrapper holds them elsewhere within a
+        # pass: then only if there were some after the last one
         is_clear = all(parameter.grad is None for parameter in self._watched)
         return is_clear and (self._had_gradient or not self._is_wrapped)
 
@@ -240,6 +243,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         layer = self._layer()
         parameters = [] if layer is None else _trainable(layer)
         if not _are_same(parameters, self._pass_parameters):
+            # within the pass the layer had others, those of a wrapper
             self._is_wrapped = True
             if not _are_same(parameters, self._watched):
                 self._watched = parameters
@@ -281,6 +285,7 @@ class Injection:
         self.turn = TURN.get()
         """The micro-batch to which the loss belongs, if several are in flight."""
         self.is_collected = False
+        """Whether the caller propagates the loss."""
 
     def collect(self) -> Tensor | None:
         """Return the loss for the caller to propagate, and never inject it; None if it was
@@ -311,6 +316,7 @@ class InjectLoss(torch.autograd.Function):
         if injection.is_collected:
             return grad_y, None, None
         injection.loss = None
+        # the loss's weight is its gradient
         weight = injection.layer.passes.weight(grad_y, injection.is_half).to(ctx.loss_dtype)
         injection.layer.passes.note(ctx)
         if injection.share != 1:
@@ -385,7 +391,9 @@ class InjectsLosses(nn.Module):
         self.passes = BackwardPasses(self)
         """Counts the layer's backward passes."""
         self._injections: list[weakref.ref[Injection]] = []
+        """The injections that may still be collected."""
         self._was_compiled = False
+        """Whether the last call was compiled."""
 
     def inject_loss(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         """Return `y` with the loss attached: a backward pass through the result also propagates the
@@ -423,6 +431,7 @@ class InjectsLosses(nn.Module):
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
         if injection.turn is not None and not is_half:
+            # for `interleaved.py`, which sets the loss scale of these layers
             injection.turn.injecting[id(self)] = self
         is_recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, in backward
         if not is_recomputed:
@@ -439,7 +448,7 @@ class InjectsLosses(nn.Module):
                 "graph injects the losses: call set_loss_scale(model, share), or wrap the "
                 "layer's forward in torch.compiler.disable"
             )
-        turn = TURN.get()
+        turn = TURN.get()  # the micro-batch that runs, if several are in flight
         mine = []
         others = []
         for injection in self._living_injections():

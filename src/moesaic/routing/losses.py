@@ -156,7 +156,7 @@ class RouterStatistics:
         widths = [cells, cells, num_sequences, importance_width, 1]
         counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
 
-        # slices of the same sequences are added up
+        # slices of the same sequences are added up: neighbouring ranks hold those of one batch
         batches = len(packed_Pn) // slices
         by_slice = (batches, slices, num_sequences, num_experts)
         counts_GE = counts.view(by_slice).sum(1).flatten(0, 1)
@@ -309,9 +309,9 @@ class LoadBalance(AbstractLoss):
         else:
             counts = statistics.counts_GE.sum(0, keepdim=True)
         num_experts = counts.shape[1]
-        share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        # the loss is linear in the probabilities, summed by sequence, which all have one slope
-        # unless the level is that of sequences
+        share = counts / counts.sum(1, keepdim=True).clamp_min(1)  # f_e
+        # The loss is linear in the probabilities, summed by sequence, which all have one slope
+        # unless the level is that of sequences. One mean over all tokens weighs these by length.
         slope = num_experts * share / statistics.tokens_G.sum().clamp_min(1)
         if self.level == "global_batch":
             weighed: Tensor = _TimesOfFirstPass.apply(statistics.probs_GE, slope)

@@ -4,7 +4,8 @@ multicast reads.
 Under multicast a token is sent once to each node that has some of its experts (a visit), and from
 there once to each place of ep, a rank or ranks with the same experts (a stop). Chunks are the parts
 of each expert's copies that a program sends one after the other. A cell is one element of a table
-(places or nodes, chunks, tokens), numbered in that order.
+(places or nodes, chunks, tokens), numbered in that order. `Grid.cast_levels` are the numbers of
+nodes and of places of ep, or of places alone if the mesh has no level of nodes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class NodeTokens:
         stop_cell = places_of(self.stops.flatten(), self._num_stops)
         if self.visits is None:
             return (stop_cell % tokens).int().unsqueeze(1)
-        # the cell of the same chunk and token on the place's node
+        # the cell of the same chunk and token on the place's node; places come first in a cell's
+        # number, and those of a node follow one another
         cells_of_place = chunks * tokens
         places_per_node = num_places // len(self.visits)
         node = stop_cell // (places_per_node * cells_of_place)
@@ -98,6 +100,7 @@ class NodeTokens:
         """The number of this rank's stops; None if the host does not know it."""
         if self.of_all is None:
             return None
+        # the stops' counts come last
         return int(self.of_all[self.rank, -len(self.stops) :].sum())
 
 
@@ -129,7 +132,7 @@ def find_node_tokens(
     number_of_stop = _numbered(stops).flatten()
     copy_index = number_of_stop.index_select(0, cell.clamp_max(num_cells - 1)).int().unsqueeze(1)
     stop_counts = stops.sum(2)
-    if len(grid.cast_levels) == 1:
+    if len(grid.cast_levels) == 1:  # no level of nodes
         return NodeTokens(stop_counts, copy_index, stops, visits=None)
     # a token visits a node if it stops at one of its places
     nodes = grid.nodes_per_replica
@@ -162,7 +165,8 @@ def _numbered(table: Tensor) -> Tensor:
 def _chunk_of(expert: Tensor, num_experts: int, num_chunks: int) -> Tensor:
     """Return the chunk of each copy, (copies,): the copies of each expert are split into contiguous
     parts."""
-    counts_E = count(expert, None, num_experts + 1)
+    # of unsent copies too, under the number E
+    counts_E = count(expert, alive_N=None, num_experts=num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(expert), device=expert.device) - start_E[expert]
     # (E + 1, chunks): where each chunk of an expert's copies ends

@@ -8,6 +8,7 @@ A message has, all as float64: the sizes (valid tokens, tokens, copies with a we
 finite, a hash of the router's weights), counts by choice and expert (K, E), the sums of the losses,
 the extras (counts of node tokens), and the digest, a hash of the plan and of a call's arguments. P
 peers exchange messages. Copies are alive if they are neither padding nor held back by the router.
+Node tokens are the nodes and ranks to which multicast sends each token (`node_tokens.py`).
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ class Peers:
         digest: 16 bytes, the same on all ranks that run the same programs.
         find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot,
             number of tokens); None under other plans.
-        slots: maps experts to the slots that hold them.
+        slots: maps experts to the slots that hold them, in the order in which ranks store experts.
     """
 
     def __init__(
@@ -268,29 +269,33 @@ class Peers:
         slots: Callable[[Tensor], Tensor] = lambda expert: expert,
     ) -> None:
         self._transport = transport
-        self._all_are_peers = grid.tp == 1
+        self._all_are_peers = grid.tp == 1  # no tensor-parallel group, whose ranks share tokens
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
+        """The ranks of the peers, this one included, in the order of their tokens."""
         self.number = len(self.ranks)
         """P, the number of peers, this rank included."""
         self.place = self.ranks.index(transport.rank)
         """The index of this rank among the peers."""
         self.slices = grid.tp if slices else 1
-        """The number of neighbouring peers that hold slices of one batch of tokens (the
-        tensor-parallel group of schedule S1); 1 if every peer has whole sequences."""
+        """The number of neighbouring peers, a tensor-parallel group, that hold slices of one batch
+        of tokens; 1 if every peer has whole sequences."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
-        self._plan_digest = digest
+        self._plan_digest = digest  # without the arguments of a call
         self._settings: dict[str, object] = {}
+        """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
         """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
         layer."""
         self._device_digest = (torch.empty(0), torch.empty(0))
-        """A digest and its copy on a device."""
+        """The `digest` that was copied last, and its copy on a device."""
+        # only the messages of all ranks bring the counts of every rank
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
         # messages count node tokens too where a plan of this mesh may multicast
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
+        """The length of the extras: a count for each chunk, and each node and place of ep."""
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
         """The node tokens that `extras` found, and the choice that they belong to, until
         `node_tokens` takes them."""
@@ -298,6 +303,7 @@ class Peers:
         """Experts that `extras` sorted, and their order, until `order` takes it."""
         self.all_agree = True
         """Whether all ranks are known to run the same programs; False after a switch of plans."""
+        # an announcement is at least a mark, a length and the digest
         self.length = 2 + len(self.digest)
         """The length of the last message, the same on all ranks; before the first message, the
         length of an announcement."""
@@ -310,7 +316,8 @@ class Peers:
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
-        is_alone = self.number <= self.slices  # with its tokens, which it routes by slices
+        # no other group's tokens: all peers route slices of the same ones
+        is_alone = self.number <= self.slices
         hashed = None if is_alone else hash_of(self.weights.values())
         if hashed is None:
             return torch.zeros(1, dtype=torch.int64, device=device)
@@ -442,6 +449,7 @@ class Peers:
         messages = torch.stack(all_gather(self._transport, ranks, message))
         if knows_peers:
             return messages
+        # the digest is the end of a message
         self.check(messages[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
         return messages[list(self.ranks)]
@@ -495,10 +503,11 @@ class Peers:
         Raises:
             InputError: if the ranks do not run the same.
         """
-        differs = (digests != digests[0]).any(1).tolist()
+        differs = (digests != digests[0]).any(1).tolist()  # of each rank, from the first one's
         if not any(differs):
             return
         if together:
+            # by name of a setting, what to do if ranks have different values
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
         # their settings are the same, so that the plans differ; without a comparison either may
@@ -523,10 +532,12 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
         matrix = tensor.detach().reshape(num_rows, -1).contiguous()
         words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
         height, width = words.shape
+        # of 1, 3, 5 and so on: a factor for each row, then one for each column
         squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()
         row_factors = squares[:height]
         column_factors = squares[height:]
         hashed = ((words * column_factors).sum(1) * row_factors).sum()
+        # like a digit in base `_ODD`, so that the order of the tensors counts
         total = hashed if total is None else total * _ODD + hashed
     return None if total is None else total.remainder(_PRIME)
 

@@ -200,7 +200,7 @@ def route_chosen(
     """
     num_tokens, top_k = expert_TK.shape
     copy = torch.arange(num_tokens * top_k, device=expert_TK.device)
-    per_token = max(top_k, 1)
+    per_token = max(top_k, 1)  # a divisor, also of no copies
     choice = Choice(
         token=copy // per_token,
         expert=expert_TK.reshape(-1),
@@ -210,7 +210,9 @@ def route_chosen(
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
 
     detached = weight_N.detach()
-    counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
+    counted = _Counted.of(
+        choice, detached, alive_N=None, valid_T=None, num_tokens=num_tokens, num_experts=num_experts
+    )
     scored = _Scored(
         choice, weight_N=detached, alive_N=None, counted=counted, sums=None, logits=None
     )
@@ -360,6 +362,7 @@ def choose_at_once(
 
     values = None
     if reduced:
+        # `_fused_sum` names a field for each of these losses
         values = [getattr(chosen, str(field)) for field in fields]
     sums = None
     if exchanges:
@@ -374,7 +377,7 @@ def choose_at_once(
     counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
     return _Scored(
         choice,
-        chosen.weight,
+        weight_N=chosen.weight,
         alive_N=_alive(choice, valid_T),
         counted=counted,
         sums=sums,
@@ -432,7 +435,8 @@ def _earlier_counts(batch: TokenInfo, counted: _Counted) -> Tensor | None:
     earlier = batch.earlier_counts
     if earlier is None or batch.step_total is None:
         return earlier
-    # ranks that are no peers route other tokens at the same time, whose copies are earlier here
+    # Ranks that are no peers route other tokens at the same time, whose copies count as earlier
+    # ones. Their counts of this call are in the total, as are this rank's.
     return batch.step_total(earlier + counted.requested) - counted.requested
 
 
@@ -457,13 +461,13 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     requested, nonfinite, num_valid = scored.counted
     gathered = None
     before_KE = None
-    rows = None
+    rows = None  # the most that an expert takes
     by_rank = None
     if rules.peers is None:
         rows = capacity.rows(requested, num_valid, top_k)
     else:
         gathered = _exchanged(rules, scored, rules.peers)
-        place = rules.peers.place
+        place = rules.peers.place  # this rank among the peers
         own_requested = requested
         requested = gathered.counts.sum((0, 1))
         num_valid = gathered.valid.sum()
@@ -479,10 +483,17 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     best_T = None
     if capacity.admits_by_score and rows is not None:
         best_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
-    sent = admit(choice, scored.alive_N, rows, best_T, rules.num_experts, before_KE)
-    return RoutingRecord(
-        None,
+    sent = admit(
         choice,
+        scored.alive_N,
+        rows=rows,
+        best_weight_T=best_T,
+        num_experts=rules.num_experts,
+        before_KE=before_KE,
+    )
+    return RoutingRecord(
+        noise=None,
+        choice=choice,
         requested=requested,
         num_valid=num_valid,
         nonfinite=nonfinite,
@@ -501,7 +512,7 @@ def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
     # only a queue of all ranks' copies depends on the order of choices
     counts_KE = requested.unsqueeze(0)
     if rules.capacity.spans_mesh and rules.top_k > 1:
-        cell = scored.choice.slot * num_experts + scored.choice.expert
+        cell = scored.choice.slot * num_experts + scored.choice.expert  # (choice, expert)
         counts = count(cell, scored.alive_N, rules.top_k * num_experts)
         counts_KE = counts.view(rules.top_k, num_experts)
     extras = peers.extras(
@@ -564,6 +575,7 @@ def _routing(
     token = choice.token
     expert = choice.expert
     weight = weight_N
+    # a CPU removes copies that are not sent; elsewhere they stay, with expert number E
     has_unsent = sent is not None and expert.device.type != "cpu"
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
@@ -574,11 +586,12 @@ def _routing(
         weight = weight[indices]
 
     if record.capacity is None and (sent is None or record.by_rank is not None):
-        counts = record.requested  # nothing is dropped
+        counts = record.requested  # of all ranks: nothing is dropped
     elif record.by_rank is not None:
         counts = record.by_rank.sum(0)
     else:
-        counts = count(expert, None, num_experts + 1)[:num_experts]
+        # without the last, of copies that are not sent
+        counts = count(expert, alive_N=None, num_experts=num_experts + 1)[:num_experts]
     return Routing(
         token=token,
         expert=expert,
@@ -661,11 +674,14 @@ def _values_over_ranks(
     over the tokens."""
     dtype = own.logsumexp_squared.dtype
     probs, squares = gathered.totals(dtype)
-    top_k = record.choice.per_token or 1
+    top_k = record.choice.per_token or 1  # a fused choice has equally many copies of each token
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            slope = balance_slope(record.requested, record.num_valid, top_k, None, dtype)
+            # the number of tokens is read from `num_valid`
+            slope = balance_slope(
+                record.requested, record.num_valid, top_k, num_tokens=None, dtype=dtype
+            )
             values.append(_linear(own.probs_GE, probs, slope))
         else:  # the mean of the squares
             share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)

@@ -224,7 +224,9 @@ class LinearRouter(AbstractRouter):
     ) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts, device, dtype)
+        """(num_experts, dim): maps tokens to logits."""
         self.logit_bias: nn.Parameter | None = None
+        """(num_experts,), added to the logits; None for no bias."""
         if bias:
             zeros = torch.zeros(num_experts, device=device, dtype=dtype)
             self.logit_bias = nn.Parameter(zeros)

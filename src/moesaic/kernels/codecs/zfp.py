@@ -118,6 +118,7 @@ class Zfp(AbstractCodec):
         by_block = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
         by_padded_value = by_block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         num_rows, dim = rows.shape
+        # without the padding; values below `FLUSH` are sent as zero
         scaled_errors = by_padded_value[:num_rows, :dim] + FLUSH[values.dtype]
         errors = with_cast(rows.cpu(), multiply_by_power(scaled_errors, -shift))
         return errors.masked_fill(is_nonfinite[:, None], torch.inf).to(rows.device)
@@ -199,9 +200,10 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     if planes < SAFE_PLANES:
         relative = WRAPPED
     else:
-        # relative to the block's power of two; the last whole plane is at place 2 - planes
+        # Relative to the block's power of two, the last whole plane is at place 2 - planes, and a
+        # unit of the integers at 2 - width. The last term is the cast of an integer to a float.
         cut = CUT * 2.0 ** (2 - planes)
-        width = values.dtype.itemsize * 8
+        width = values.dtype.itemsize * 8  # in bits
         losses = LOSSES * 2.0 ** (2 - width)
         relative = cut + losses + 2 * float(np.finfo(values.dtype).eps)
     errors = np.ldexp(relative, exponent)

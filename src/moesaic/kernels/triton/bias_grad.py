@@ -54,6 +54,7 @@ def bias_grad(
             sums=sums,
             bias=rows if bias is None else bias.contiguous(),
             dots=dots,
+            # tensors in the place of absent ones are not read
             weight=rows if weight is None else weight,
             token=rows if token is None else token,
             width=width,

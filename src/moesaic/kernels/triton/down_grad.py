@@ -85,7 +85,8 @@ def down_grad(
     if num_rows == 0 or width == 0:
         return d_pre, hidden, parts.zero_()
     is_gated = pre.shape[1] > width
-    is_long = is_gated or activation.startswith("gelu")  # see `num_column_splits`
+    # formulas that need many registers, see `num_column_splits`
+    is_long = is_gated or activation.startswith("gelu")
     run_grouped(
         dy,
         down,
@@ -152,6 +153,7 @@ def grad_in_splits(
     else:
         HALF: tl.constexpr = d_hidden.shape[1] // 2
         REST: tl.constexpr = SPLITS // 2
+        # `width` is that of the whole row; how many columns a part has, its d_hidden says
         next_part = Part(part.rows, part.factor, part.start + HALF, part.width)
         left, right = halves(d_hidden)
         if SPLITS == 2 and FORM.clamp is None:  # a clamp leaves no registers for a second part
@@ -174,6 +176,7 @@ def load_pre(
     column = part.start + tl.arange(0, COLUMNS)
     inside = part.rows.is_row[:, None] & (column < part.width)[None, :]
     row = part.rows.row.to(tl.int64)
+    # a row has the columns of the first pre-activation, then those of the second
     places = tensors.pre + row[:, None] * (part.width * PARTS) + column[None, :]
     first = tl.load(places, mask=inside, other=0.0)
     second = first

@@ -173,7 +173,7 @@ def backward(
         d_down_bias, bias_parts = bias_grad(
             dy, ends, bias=work.down_bias, weight=work.gates, token=dy_token
         )
-        parts = torch.cat([parts, bias_parts], 1)
+        parts = torch.cat([parts, bias_parts], 1)  # a routing weight multiplies the bias too
     d_gates = _gates_gradient(parts, work, wanted)
 
     d_up = None
@@ -268,6 +268,7 @@ def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
     if work.dispatch is None:
         return rows.to(dtype)
     dispatch = work.dispatch
+    # without weights, which the rows have already; 0 rows per token if their number varies
     return sum_tokens(
         rows, dispatch.by_token, dispatch.starts, None, dispatch.per_token or 0, dtype
     )

@@ -44,7 +44,7 @@ def rows_times_by_triton(
         return out
 
     rows_per_expert = num_rows // max(1, num_experts)
-    tile_rows = min(MOST_ROWS, max(16, power_of_two(rows_per_expert)))
+    tile_rows = min(MOST_ROWS, max(16, power_of_two(rows_per_expert)))  # `tl.dot` needs 16
     capacity = max_tiles(num_rows, num_experts, tile_rows)
     _nf4_kernel[(capacity * triton.cdiv(columns, BLOCK),)](
         x,
@@ -85,7 +85,7 @@ def _nf4_kernel(
     GROUP: tl.constexpr,
 ) -> None:
     """Compute a tile of `rows_times_by_triton`. Each program has one tile; those beyond the
-    schedule's have none."""
+    schedule's have none. GROUP is as in `Tile`, the schedule that of `row_tiles`."""
     columns = height if TRANSPOSED else width
     depth = width if TRANSPOSED else height
     column_tiles = tl.cdiv(columns, BLOCK)
@@ -93,6 +93,7 @@ def _nf4_kernel(
     index = tl.program_id(0)
     if index < num_row_tiles * column_tiles:
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
+        # None: the rows are in expert order
         rows = rows_of_tile(schedule, capacity, None, row_tile, BLOCK_R)
         start = column_tile * BLOCK  # the tile's first column
 

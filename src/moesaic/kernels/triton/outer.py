@@ -95,7 +95,8 @@ def _launch_outer(
     p_token: Tensor | None,
     q_token: Tensor | None,
 ) -> None:
-    """Start the kernel that fills `out`; the other arguments are those of `outer_products`."""
+    """Start the kernel that fills `out`, (E, height, width), where `outer_products` explains the
+    other arguments. `p_steps` and `q_steps` load the rows of a step, by descriptors."""
     height = out.shape[1]
     width = out.shape[2]
     tiles_per_expert = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)

@@ -198,6 +198,7 @@ class Schedules:
         self._ends = ends
         self._num_rows = num_rows
         self._by_height: dict[int, Tensor] = {}
+        """The schedule of `row_tiles` by the height of its tiles."""
 
     @classmethod
     def of(cls, ends: Tensor | Schedules, num_rows: int) -> Schedules:

@@ -77,7 +77,7 @@ def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
         rows,
         rows.shape[1],
         scale.shape[1],
-        PER_SCALE=FP8_WIDTH if is_float8 else 0,
+        PER_SCALE=FP8_WIDTH if is_float8 else 0,  # 0: a scale for the whole row
         LIMIT=torch.finfo(dtype).max,
         CHUNK=CHUNK,
     )
@@ -103,11 +103,12 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
     even; NaN gives 0."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # e4m3 has 3 of float32's 23 bits of the mantissa, and a bias of 7 instead of 127
+    # e4m3 has 3 of float32's 23 bits of the mantissa, and a bias of 7 instead of 127. Before the
+    # last 20 bits are cut off, just below half of the last bit that stays is added, and that bit.
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - (120 << 3)
-    # Below 2**-6 the spacing of e4m3 is 2**-9, that of float32 at 2**14: the last bits of the sum
-    # with 2**14 are the code.
+    # Below 2**-6, with the exponent 121 in float32, the spacing of e4m3 is 2**-9, that of float32
+    # at 2**14: the last bits of the sum with 2**14, whose own bits are 0x46800000, are the code.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
     return tl.where(x == x, code, 0)
@@ -120,7 +121,8 @@ def from_e4m3(code: tl.tensor) -> tl.tensor:
     exponent = (code >> 3) & 15
     mantissa = code & 7
     normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
-    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9
+    # subnormal numbers are multiples of 2**-9; all bits but the sign's stand for NaN
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
     return tl.where((code & 0x80) != 0, -value, value)
 
@@ -152,6 +154,7 @@ def _int8_encode_kernel(
     for first in tl.range(0, dim, CHUNK):
         column = first + tl.arange(0, CHUNK)
         value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+        # `div_rn` needs a divisor of the same shape
         quotient = tl.div_rn(value, tl.zeros((CHUNK,), tl.float32) + scale)
         level = tl.minimum(tl.maximum((quotient + ROUND) - ROUND, -LEVELS), LEVELS)
         level = tl.where(quotient == quotient, level, 0.0)  # NaN, which differs from itself
@@ -178,6 +181,7 @@ def _fp8_encode_kernel(
     largest = tl.max(tl.where(is_finite, tl.abs(value), 0.0), 1)
     scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
+    # `div_rn` needs a divisor of the same shape
     scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
     is_number = scaled == scaled  # NaN differs from itself
     clamped = tl.where(is_number, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))

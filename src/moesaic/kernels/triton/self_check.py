@@ -49,7 +49,8 @@ def check_products(device: torch.device) -> None:
 
 @lru_cache(maxsize=32)
 def _error(device: torch.device, described: TileDevice, version: str) -> float:
-    """Return the largest error of the products on a device, for a version of Triton."""
+    """Return the largest error of the products on a device, for a version of Triton, which is a
+    part of the cache's key alone."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(size: int) -> Tensor:

@@ -127,6 +127,7 @@ def write_in_splits(
         write_part(pre_first, pre_second, part, tensors, FORM)
     else:
         REST: tl.constexpr = SPLITS // 2
+        # `width` is that of the whole row; how many columns a part has, its pre-activations say
         next_part = Part(part.rows, part.factor, part.start + pre_first.shape[1] // 2, part.width)
         first_left, first_right = halves(pre_first)
         second_left = first_left
@@ -151,6 +152,7 @@ def write_part(
     column = part.start + tl.arange(0, pre_first.shape[1])
     inside = part.rows.is_row[:, None] & (column < width)[None, :]
     first_element = part.rows.row.to(tl.int64)[:, None] * width
+    # a row has the columns of the first pre-activation, then those of the second
     to_pre = pre + first_element * PARTS + column[None, :]
     rounded = pre_first.to(pre.dtype.element_ty)
     tl.store(to_pre, rounded, mask=inside)

@@ -52,7 +52,7 @@ def options_of(make: RouterFactory) -> dict[str, Any]:
     """Return the options of a router in `ROUTERS` or `ON_MESH`, each with its default."""
     assert isinstance(make, partial)  # of `_build`
     (place,) = make.args
-    no_options = {"device", "dtype", *make.keywords}
+    no_options = {"device", "dtype", *make.keywords}  # the last are set by the router's name
     options = {}
     for parameter in signature(_factory_at(place)).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in no_options:

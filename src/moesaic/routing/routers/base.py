@@ -102,4 +102,4 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     # a column for each seat, those of one expert side by side
     seat_scores = np.repeat(scores, seats, axis=1)
     _, columns = linear_sum_assignment(seat_scores, maximize=True)
-    return columns.astype(np.int64) // seats
+    return columns.astype(np.int64) // seats  # the expert of each row's seat

@@ -48,8 +48,8 @@ class CosineTopK(SoftmaxWeights):
             raise InputError(
                 f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}"
             )
-        self.projection = linear_scores(dim, projection, device, dtype)
-        self.embedding = linear_scores(projection, num_experts, device, dtype)
+        self.projection = linear_scores(dim, projection, device, dtype)  # (projection, dim)
+        self.embedding = linear_scores(projection, num_experts, device, dtype)  # a row per expert
         # one element, since FSDP2 takes no scalars
         log_temperature = torch.tensor([math.log(temperature)], device=device, dtype=dtype)
         self.log_temperature = nn.Parameter(log_temperature)
@@ -71,6 +71,7 @@ class CosineTopK(SoftmaxWeights):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         """Return the softmax of the cosines between tokens and experts over the temperature."""
         dtype = x_TD.dtype
+        # P is the width of the projection
         projected_TP = F.normalize(F.linear(x_TD, self.projection.to(dtype)), dim=-1)
         embedding_EP = F.normalize(self.embedding.to(dtype), dim=-1)
         cosine_TE = F.linear(projected_TP, embedding_EP)

@@ -74,7 +74,7 @@ class GroupLimited(LimitedRouter):
         """Return the inner router's choice in one operation, limited to groups; None if it has
         none."""
         inner = self.inner.fused(top_k) if self.is_as_in(GroupLimited) else None
-        if inner is None or inner.rule.num_groups > 1:
+        if inner is None or inner.rule.num_groups > 1:  # limited to groups already
             return None
         rule = inner.rule._replace(
             num_groups=self.num_groups,

@@ -82,7 +82,7 @@ class GShardTop2(LinearRouter):
         gates_T2 = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)
         second_gate = gates_T2[:, 1]
         sent_T2 = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
-        sent_T2[:, 1] = noise[:, 0] < 2 * second_gate
+        sent_T2[:, 1] = noise[:, 0] < 2 * second_gate  # one uniform number for each token
         return choice._replace(sent=sent_T2.reshape(-1))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:

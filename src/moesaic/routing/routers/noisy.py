@@ -40,6 +40,7 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
         super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
         self._set_normalize(normalize)
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
+        """(num_experts, dim): `W_noise`, transposed."""
 
     @torch.no_grad()
     def reset_state(self) -> None:

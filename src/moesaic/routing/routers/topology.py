@@ -84,6 +84,7 @@ class TopologyRouter(LimitedRouter):
         self.levels: tuple[LinkLevel, ...] = ()
         """The levels in force; empty before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
+        """Returns the levels of a mesh."""
         # Not a buffer: it follows from the mesh, and deferred initialisation would leave a buffer
         # undefined.
         self.inside = torch.ones(0, 1, inner.num_experts, dtype=torch.bool, device="cpu")

@@ -140,7 +140,8 @@ def choose_by_triton(
 def _add_up(
     floats: Tensor, ints: Tensor, num_experts: int, wanted: WantedSums, chosen: ChoiceResult
 ) -> None:
-    """Fill the sums of `chosen` from those of each program, in `floats` and `ints`."""
+    """Fill the sums of `chosen` from those of each program, lines of `floats` and `ints`. Of many
+    programs, groups are added up first, into tables of the same form."""
     columns = triton.next_power_of_2(num_experts)
     step = max(1, VALUES // columns)  # programs whose sums are added at a time
     programs = len(floats)
@@ -462,7 +463,7 @@ def _choose_kernel(
 @triton.jit
 def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
     """Return the gradient of the load-balance loss in the summed probabilities, (columns,): `E
-    counts / (copies * tokens)`."""
+    counts / (copies * tokens)`, with the copies of all experts."""
     copies = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
     return counts.to(tl.float32) * (
         num_experts / (copies * tl.maximum(num_valid, 1).to(tl.float32))
@@ -478,7 +479,12 @@ def _sums_of(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return the `Sums` of programs from `start` to before `end`, STEP at a time."""
+    """Return the `Sums` of programs from `start` to before `end`, STEP at a time.
+
+    They are in the lines that `_store_sums` wrote. Of each program, `floats` has COLUMNS sums of
+    probabilities, then that of the squares; `ints` has COLUMNS counts of copies, then the numbers
+    of copies that are not finite and of tokens.
+    """
     column = tl.arange(0, COLUMNS)
     probs = tl.zeros((COLUMNS,), tl.float32)
     copies = tl.zeros((COLUMNS,), tl.int32)
@@ -613,7 +619,7 @@ def _choose_backward_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Write the gradient of a tile of logits: what passes the scores (`d_gates`), and `direct`."""
+    """Write the gradient of a tile of logits, `direct`; `d_gates` is that of the scores."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     column = tl.arange(0, COLUMNS)

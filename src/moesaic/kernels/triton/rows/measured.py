@@ -55,11 +55,14 @@ def tile_for(shape: Shape, device: TileDevice) -> Tile:
     wanted_kind, wanted_sizes = _parsed(bucket(shape))
     nearest = None
     least_distance = inf
-    for (kind, sizes), tile in _tiles(device.name, device.capability).items():
+    for (kind, measured_sizes), tile in _tiles(device.name, device.capability).items():
         if kind != wanted_kind or shared_bytes(tile, shape) > device.shared_bytes:
             continue
-        # by how many powers of two each size is smaller than the measured one; negative if larger
-        smaller = [log2(size / wanted) for size, wanted in zip(sizes, wanted_sizes)]
+        # by how many powers of two each wanted size is smaller than the measured one; negative if
+        # larger
+        smaller = [
+            log2(measured / wanted) for measured, wanted in zip(measured_sizes, wanted_sizes)
+        ]
         if any(difference > most for difference, most in zip(smaller, SMALLER)):
             continue
         distance = max(abs(difference) for difference in smaller)

@@ -49,7 +49,7 @@ def sum_tokens(
             rows.contiguous(),
             by_token,
             starts=starts,
-            weights=rows if weights is None else weights,
+            weights=rows if weights is None else weights,  # without weights, not read
             out=out,
             num_tokens=len(out),
             num_rows=len(by_token),
@@ -104,6 +104,7 @@ def _sum_tokens_kernel(
                 WEIGHTED=WEIGHTED,
             )
     else:
+        # one past the token's last place in `by_token`
         last = tl.load(starts + token + 1, mask=token + 1 < num_tokens, other=num_rows)
         for place in tl.range(first, last):
             total += weighted_row(

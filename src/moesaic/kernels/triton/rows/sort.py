@@ -35,7 +35,8 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         copy: (R,) int32, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from
-        `ends[-1]` on. row: (R,) int32, copy i is in row `row[i]`; -1 for a copy that is not sent.
+            `ends[-1]` on.
+        row: (R,) int32, copy i is in row `row[i]`; -1 for a copy that is not sent.
         ends: (E,) int32, one past the last row of each expert.
     """
     num_copies = len(expert)
@@ -136,8 +137,8 @@ def _place_kernel(
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
     is_sent = (chosen >= 0) & (chosen < num_experts)
 
-    # Registers cannot be indexed, so both are sums over comparisons: with experts that come first,
-    # with copies that come first.
+    # Registers cannot be indexed, so the copies of smaller experts and the earlier copies of the
+    # block are sums over comparisons.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
     is_earlier = (chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])
     earlier = tl.sum(is_earlier.to(tl.int32), 1)
