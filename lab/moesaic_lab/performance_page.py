@@ -111,6 +111,8 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if is_measured else alike[0]
     value = f"{claim['value']:.4g}" if is_measured else f"not measured: {claim['reason']}"
+    if "case" in claim:
+        value += f" ({claim['case']})"
     words = {
         True: "the worst of {} with",
         False: "the worst of {} that miss",

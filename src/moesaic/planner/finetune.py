@@ -380,7 +380,7 @@ def _of_stages(
 ) -> SplitPrediction:
     """Return a split into stages; `stages` is their number and that of a rank's micro-batches."""
     layout = _stages_layout(job, cluster.world, *stages)
-    step: PlannedStep = predict(job, cluster, layout)
+    step = staged_step(job, cluster, *stages)
     needed = max(sum(each.values()) for each in stage_parts(job, cluster, *stages))
     return SplitPrediction(
         stages=stages[0],
@@ -389,6 +389,12 @@ def _of_stages(
         fits=_fits(needed, memory_bytes),
         bottleneck=step.estimate.bottleneck,
     )
+
+
+def staged_step(job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int) -> PlannedStep:
+    """Return the step of a fine-tune whose layers are split into stages; arguments as of
+    `stage_parts`."""
+    return predict(job, cluster, _stages_layout(job, cluster.world, stages, count))
 
 
 def _stages_layout(job: FinetuneJob, ranks: int, stages: int, count: int) -> OthersLayout:
