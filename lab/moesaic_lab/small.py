@@ -316,9 +316,9 @@ def on_rank(
         ours."""
         medians = {name: Timing.of(each).median for name, each in seconds.items()}
         own = [name for name in medians if name not in OTHERS]
-        others = (PIPELINE, min(own, key=lambda name: medians[name]))
+        others = {PIPELINE, min(own, key=lambda name: medians[name])} - {picked}
         close = [name for name in others if 1 / NEAR < medians[name] / medians[picked] < NEAR]
-        return list(dict.fromkeys((picked, *close)))
+        return [picked, *sorted(close)] if close else []
 
     with without_collections():
         return in_turn_and_near(

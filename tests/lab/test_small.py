@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moesaic.program.plan import Plan
 from moesaic_lab.measure import Timing
+from moesaic_lab.performance_page import line
 from moesaic_lab.small import (
     IN_FLIGHT,
     LAYERS,
@@ -205,3 +206,9 @@ def test_all_methods_train_equally_many_tokens() -> None:
     for name in of_ranks[0]:
         total = sum(of_rank[name] for of_rank in of_ranks)
         assert total == pytest.approx(passes * FEW.flops), name
+
+
+def test_the_worst_cell_is_named_in_the_results_and_on_the_page() -> None:
+    claim = next(each for each in claims([WIRE, COMPUTING]) if "regret" in each.name)
+    assert claim.as_dict()["case"] == "p2p"
+    assert line([claim.as_dict()]) == ["`small.pick_regret`", "0.25 (p2p)", "<= 0.03", "**no**"]
