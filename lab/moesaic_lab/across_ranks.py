@@ -52,10 +52,12 @@ def in_turn_and_near(
         none).
     """
     spans = in_turn(methods, repeats, **options)
-    names = near(gathered(spans))
-    more = max(pairs - repeats, 0)
-    again = {name: methods[name] for name in names} if more else {}
-    return spans, in_turn(again, more, **options | {"warmup": 0})
+    similar = near(gathered(spans))
+    further = max(pairs - repeats, 0)
+    again = {name: methods[name] for name in similar} if further else {}
+
+    # The first rounds have warmed the methods up.
+    return spans, in_turn(again, further, **options | {"warmup": 0})
 
 
 def sent(recorder: Recorder, first: int = 0) -> list[Message]:

@@ -64,6 +64,7 @@ class TransformersExperts(_OnMesh):
         self.experts.down_proj = nn.Parameter(own.w2.clone())
         self.experts._is_expert_parallel = True
         module, _, name = self.implementation.partition(":")
+        # The ranks that have the same tokens: all of ep, or only this one, as tp has one rank.
         sharing = mesh if self.shares_tokens else self.mesh["tp"]
         self.ep = getattr(import_module(module), name)(self.experts, mesh, sharing)
 
@@ -127,6 +128,7 @@ class DeepSpeedExperts(AbstractRoutedExperts):
             experts = import_module("deepspeed.moe.experts").Experts(
                 _OneExpert(own), own.num_experts
             )
+        # `Experts` has copied one expert; each copy gets the weights of its own.
         for number, expert in enumerate(experts.deepspeed_experts):
             for name in ("w1", "w3", "w2"):
                 getattr(expert, name).data.copy_(getattr(own, name)[number])
@@ -143,10 +145,11 @@ class DeepSpeedExperts(AbstractRoutedExperts):
 
     def gradients(self) -> MoEWeights:
         """Stack the gradients of the single experts."""
-        each = self.layer.experts.deepspeed_experts
-        return MoEWeights(
-            *(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2"))
-        )
+        experts = self.layer.experts.deepspeed_experts
+        w1 = torch.stack([_gradient(expert.w1) for expert in experts])
+        w3 = torch.stack([_gradient(expert.w3) for expert in experts])
+        w2 = torch.stack([_gradient(expert.w2) for expert in experts])
+        return MoEWeights(w1, w3, w2)
 
 
 class MoesaicLayer(AbstractMoELayer):
@@ -190,6 +193,7 @@ class MoesaicLayer(AbstractMoELayer):
         """Average gradients over dp and clip them, as before an optimizer step; then undo the
         mean."""
         average_gradients(self.layer, self.mesh)
+        # The expected gradients are sums over dp: their norm is dp times that of the means.
         dp = self.mesh.grid.dp
         module = nn.ModuleList([self.layer, nn.ParameterList([dense])])
         _gradient(dense).div_(dp)
@@ -227,9 +231,8 @@ class TransformersLayer(AbstractMoELayer):
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route the tokens and run the experts."""
         logits, gates, experts = self.router(x)
-        return self.experts.run(x, experts, gates), self.loss(
-            (logits,), len(self.router.weight), self.top_k
-        )
+        y = self.experts.run(x, experts, gates)
+        return y, self.loss((logits,), len(self.router.weight), self.top_k)
 
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
@@ -348,21 +351,26 @@ class _GivenGate(nn.Module):
         self.gates = torch.empty(0)
 
     def forward(self, x: Tensor, *rest: object) -> tuple[Any, ...]:
+        """Return loss, capacity, number of experts; the expert, the place in its buffer and the
+        weight of each copy, (top_k, tokens); and the copies per expert."""
         chosen_KT = self.experts.T.contiguous()
-        one_hot = F.one_hot(chosen_KT.flatten(), self.num_experts)
-        place = (
-            (one_hot.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
-        )
-        capacity = one_hot.sum(0).max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
+        chosen = chosen_KT.flatten()
+        one_hot = F.one_hot(chosen, self.num_experts)
+        counts = one_hot.sum(0)
+
+        # A copy's place is the number of copies before it that chose the same expert.
+        places = (one_hot.cumsum(0) - 1).gather(1, chosen.unsqueeze(1)).view_as(chosen_KT)
+
+        capacity = counts.max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
         return (
             x.new_zeros(()),
             capacity,
             self.num_experts,
             chosen_KT,
-            place,
+            places,
             self.gates.T,
-            one_hot.sum(0),
+            counts,
         )
 
 
@@ -390,9 +398,9 @@ def _placed(
     ]
     placed += [(weight, mesh["ep"], Shard(0)) for weight in split]
     parameters = []
-    for weight, of_weight, place in placed:
-        parameter = nn.Parameter(DTensor.from_local(weight.detach(), of_weight, [place]))
-        parameter.grad = DTensor.from_local(_gradient(weight), of_weight, [place])
+    for weight, axis, placement in placed:
+        parameter = nn.Parameter(DTensor.from_local(weight.detach(), axis, [placement]))
+        parameter.grad = DTensor.from_local(_gradient(weight), axis, [placement])
         parameters.append(parameter)
     return parameters
 
@@ -458,13 +466,14 @@ def _under_transformers() -> dict[str, CertifiedSystem]:
             }
             experts = type("Experts", (TransformersExperts,), options)
             layer = type("Layer", (TransformersLayer,), {"kind": experts, "shares_tokens": shares})
-            of, _, mode = implementation.partition(":")
-            plain = backend == "moesaic" or (name == "transformers" and backend == "eager")
-            systems[name if plain else f"{name}-{backend}"] = CertifiedSystem(
-                of.partition(".")[0],
-                f"{mode} under Mixtral's {backend} experts{', one batch for all ranks' * shares}",
-                experts,
-                MoesaicLayer if name == "moesaic" else layer,
+            module, _, mode = implementation.partition(":")
+            package = module.partition(".")[0]
+            what = f"{mode} under Mixtral's {backend} experts"
+            if shares:
+                what += ", one batch for all ranks"
+            needs_no_suffix = backend == "moesaic" or (name, backend) == ("transformers", "eager")
+            systems[name if needs_no_suffix else f"{name}-{backend}"] = CertifiedSystem(
+                package, what, experts, MoesaicLayer if name == "moesaic" else layer
             )
     return systems
 

@@ -69,8 +69,11 @@ class Claim:
             "op": self.op,
             "holds": self.holds,
         }
-        data |= {} if self.interval is None else {"interval": list(self.interval)}
-        return data | ({"reason": self.reason} if self.reason else {})
+        if self.interval is not None:
+            data["interval"] = list(self.interval)
+        if self.reason:
+            data["reason"] = self.reason
+        return data
 
 
 class NotMeasuredError(Exception):
@@ -102,7 +105,8 @@ def figures(rows: Sequence[Mapping[str, Any]], key: str, **others: object) -> li
     values = [
         row[key]
         for row in rows
-        if row.get(key) is not None and all(row.get(k) == v for k, v in others.items())
+        if row.get(key) is not None
+        and all(row.get(other) == value for other, value in others.items())
     ]
     if not values:
         raise NotMeasuredError("not run")
@@ -232,7 +236,8 @@ def processor(cpuinfo: str) -> str:
     Virtual machines hide the model: "AMD EPYC" may be of any generation, so the numbers of family
     and model follow.
     """
-    lines = (line.partition(":") for line in cpuinfo.split("\n\n", maxsplit=1)[0].splitlines())
+    first_core = cpuinfo.split("\n\n", maxsplit=1)[0]
+    lines = (line.partition(":") for line in first_core.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     if not fields.get("model name"):
         return ""

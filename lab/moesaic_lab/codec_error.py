@@ -63,7 +63,11 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
 
 
 def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
-    """Return random rows, (rows, dim) float64."""
+    """Return random rows, (rows, dim) float64.
+
+    Heavy-tailed values are Student's t with 2 degrees of freedom: a normal draw over the root of
+    the mean of 2 squared normal draws.
+    """
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
     if kind == "gaussian":
