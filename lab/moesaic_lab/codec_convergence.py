@@ -161,7 +161,7 @@ def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
     tokens = load_pairs(trained.config.data, length, trained.folder / "tokenizer.json").val
     num_rows = len(tokens) // length
 
-    # A row: the padded message, one token that starts the translation, the padded translation.
+    # A row: the padded message, one position of padding, and the padded translation.
     for row in tokens[: num_rows * length].reshape(-1, length).tolist():
         source = [token for token in row[:half] if token != PADDING]
         target = [token for token in row[half + 1 :] if token != PADDING]
