@@ -100,7 +100,7 @@ def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
     """Wrap every router in the topology gate, if `gate` names it.
 
     Args:
-        origin: index in dp of the rank that all tokens come from; None if a batch is of all ranks.
+        origin: this process's data-parallel group; None if one process has the tokens of all.
     """
     if gate != "topology":
         return

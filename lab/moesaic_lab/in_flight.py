@@ -73,6 +73,7 @@ class _Block(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         hidden = options.dim
+        # Two copies per token, two matrices, two operations per element of a matrix.
         flops = 2 * 2 * options.tokens * 2 * options.dim * hidden
         accelerator = Accelerator(flops_per_second=1e3 * flops / options.experts_ms)
         self.moe = MoE(options.dim, hidden, 8, 2, experts=virtual_experts(accelerator), losses=())
@@ -140,7 +141,7 @@ def measure(options: Options) -> dict[str, float]:
     for step in range(options.steps + 1):
         for name, run in ways.items():
             seconds = _seconds(run)
-            if step:
+            if step > 0:  # the first step warms up
                 times[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
