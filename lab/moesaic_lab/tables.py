@@ -47,19 +47,17 @@ def table(
         is_text = any(isinstance(row.get(key), str) for row in rows)
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
-        ends = following is not None and any(row[key] != following[key] for key in group_by)
-        shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends)
+        ends_group = following is not None and any(row[key] != following[key] for key in group_by)
+        shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends_group)
     return shown
 
 
 def title_of(key: str) -> str:
     """Return a key in words; seconds are shown in milliseconds."""
     words = key.replace("_", " ")
-    return (
-        f"{words.removesuffix('seconds').strip()} ms".strip()
-        if words.endswith("seconds")
-        else words
-    )
+    if not words.endswith("seconds"):
+        return words
+    return f"{words.removesuffix('seconds').strip()} ms".strip()
 
 
 def cell(key: str, value: object) -> str:
@@ -118,7 +116,9 @@ def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, with at least three significant digits if it is 1 ms or
     more."""
     value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def byte_size(num_bytes: float) -> str:
