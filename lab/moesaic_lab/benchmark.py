@@ -318,14 +318,7 @@ def read_parts(
         value = table.pop(name, None)
         if value is None:
             continue
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise InputError(
-                f"{source}: {name} must be a list of tables: write [[{name}]] above each"
-            )
-        read = (
-            override(default, each, source=source, prefix=f"{name}[{number}].")
-            for number, each in enumerate(value)
-        )
+        read = _read_list(name, value, default, source)
         changes[field] = (*changes.get(field, ()), *read)
         names = [each.name for each in changes[field] if hasattr(each, "name")]
         if len(set(names)) < len(names):
@@ -350,6 +343,22 @@ def read_parts(
         known = [*lists, *tables, *plain]
         raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], known)}")
     return replace(override(whole, table, source=source), **changes)  # type: ignore[type-var]
+
+
+def _read_list(name: str, value: object, default: object, source: str) -> list[object]:
+    """Return `default` with the values of each table of a list in a file.
+
+    Args:
+        name: the list's name.
+        value: what the file has under this name.
+        source: the file, for messages.
+    """
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
+    return [
+        override(default, each, source=source, prefix=f"{name}[{number}].")
+        for number, each in enumerate(value)
+    ]
 
 
 def emulated(

@@ -151,9 +151,10 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     ]
     lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
-    lines += (
-        ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
-    )
+    if wrong:
+        lines += ["", "## Differences", ""]
+    else:
+        lines += ["", "No difference was found in these versions."]
     differences = []
     for row in wrong:
         part = ", whole layer" if "is_layer" in row else ""
@@ -244,21 +245,29 @@ def _layer_summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cell(own: Sequence[Mapping[str, Any]]) -> str:
-    """Return the wrong quantities of a system's findings in words."""
-    wrong = dict.fromkeys(
-        "fails" if row["failed"] else row["quantity"].partition(" over ")[0]
-        for row in own
-        if not row["holds"]
-    )
-    return (", ".join(wrong) or "passes") if own else ""
+    """Return the wrong quantities of a system's findings in words; "" if there are no findings."""
+    if not own:
+        return ""
+    wrong = []
+    for row in own:
+        if not row["holds"]:
+            name, _, _ = row["quantity"].partition(" over ")
+            wrong.append("fails" if row["failed"] else name)
+    return ", ".join(dict.fromkeys(wrong)) or "passes"
 
 
 def _wrong(row: Mapping[str, Any]) -> str:
     """Return a wrong finding in words."""
-    if not row["failed"] and not math.isfinite(row["error"]):
-        return f"{row['quantity'].partition(' over ')[0]} is not a number"
-    by = f", {row['factor']:.4g} times what it should be" if row["factor"] is not None else ""
-    return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
+    if row["failed"]:
+        failure: str = row["failed"]
+        return failure
+    if not math.isfinite(row["error"]):
+        name, _, _ = row["quantity"].partition(" over ")
+        return f"{name} is not a number"
+    wrong = f"{row['quantity']} wrong by {row['error']:.1e}"
+    if row["factor"] is None:
+        return wrong
+    return f"{wrong}, {row['factor']:.4g} times what it should be"
 
 
 BENCHMARK = Benchmark(

@@ -179,7 +179,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def _rows() -> list[dict[str, Any]]:
     """Return the rows of all figures."""
     most = maxima()
-    return [{"name": name, "value": value, "most": most[name]} for name, value in measure().items()]
+    figures = measure()
+    return [{"name": name, "value": value, "most": most[name]} for name, value in figures.items()]
 
 
 @dataclass

@@ -100,6 +100,7 @@ class _Model(nn.Module):
 
 
 def _seconds(step: Callable[[], None]) -> float:
+    """Return how long a step takes on all ranks together."""
     dist.barrier()
     started = time.perf_counter()
     step()
@@ -111,7 +112,7 @@ def measure(options: Options) -> dict[str, float]:
     """Return the median seconds of a step of every way, by its name."""
     torch.manual_seed(0)
     models = {chunks: _Model(options) for chunks in CHUNKS}
-    alone = _Model(options)
+    alone = _Model(options)  # never parallelized: sends no messages
     mesh = Mesh.create(ep=dist.get_world_size())
     for chunks, model in models.items():
         for layer in model.layers():
@@ -119,6 +120,7 @@ def measure(options: Options) -> dict[str, float]:
     generator = torch.Generator().manual_seed(mesh.rank)
 
     def batches() -> list[Tensor]:
+        """Draw the micro-batches of a step, (tokens, dim) each."""
         shape = (options.tokens, options.dim)
         return [
             torch.randn(shape, generator=generator).requires_grad_()
@@ -126,10 +128,12 @@ def measure(options: Options) -> dict[str, float]:
         ]
 
     def in_turn(model: nn.Module) -> None:
+        """Run a step with one micro-batch after the other."""
         for batch in batches():
             (model(batch) / options.micro_batches).backward()
 
     def together(model: nn.Module) -> None:
+        """Run a step with two micro-batches in flight."""
         for losses in in_flight(model, batches()):
             (torch.stack(losses).sum() / options.micro_batches).backward()
 

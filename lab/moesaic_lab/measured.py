@@ -37,7 +37,7 @@ def places(result: Mapping[str, Any]) -> list[str]:
         if "cpu" in row:
             date = row.get("date", result["date"])
             found.append(f"{date} on {machine_in_words({**machine, 'cpu': row['cpu']})}")
-    if len(found) < len(rows) or not rows:
+    if len(found) < len(rows) or not rows:  # some rows are of the file's own machine
         found.append(f"{result['date']} on {machine_in_words(machine)}")
     return sorted(set(found))
 

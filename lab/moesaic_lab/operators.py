@@ -159,6 +159,7 @@ def as_on_a_gpu() -> Iterator[None]:
         with _disable_current_modes():
             launch(self, *args, **kwargs)
 
+    # The tensors are on the CPU: what asks for their device is told that Triton's kernels run.
     patches: list[Any] = [mock.patch.object(interpreter.GridExecutor, "__call__", noted)]
     for name in PICKERS:
         module = importlib.import_module(f"moesaic.kernels.{name}")

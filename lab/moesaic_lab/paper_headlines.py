@@ -142,7 +142,7 @@ def of_simulator(book: Book, paper: str, rows: list[dict[str, Any]]) -> Iterator
             published=published,
             verdict=book.filled(headline.why, ours),
         )
-        if not headline.why:
+        if not headline.why:  # otherwise the reason why it is not simulated
             figure = ours[headline.cell]
             here = 1 + figure / 100 if is_gain else figure
             off, verdict = judged(book, headline.cell, here, published)

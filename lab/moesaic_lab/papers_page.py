@@ -275,7 +275,8 @@ def claims_of(claims: Sequence[Row], ours: Mapping[str, float]) -> str:
             value = claim["reason"]
         else:
             value = with_unit(f"{claim['value']:.3g}", claim.get("unit", "1"))
-        lines.append([f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds])
+        target = f"{claim['op']} {claim['target']:g}"
+        lines.append([f"`{claim['name']}`", value, target, holds])
     return markdown_table(lines)
 
 
@@ -331,7 +332,8 @@ def rows_table(paper: str, rows: Sequence[Row], role: str) -> str:
         published = "." if row["published"] is None else f"{row['published']:g}"
         name = row["cell"].removeprefix(f"{paper}.")
         place = book.cells[row["cell"]].place
-        lines.append([f"`{name}`", place, published, f"{row['ours']:.4g}", row["unit"], off])
+        ours = f"{row['ours']:.4g}"
+        lines.append([f"`{name}`", place, published, ours, row["unit"], off])
     if len(lines) == 1:
         return ""
     return folded(f"{len(lines) - 1} figures, {role}", markdown_table(lines))

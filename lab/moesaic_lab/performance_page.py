@@ -121,7 +121,8 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(alike) > 1:
         among = f" ({words[claim['holds']].format(len(alike))} this target)"
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
-    return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
+    target = f"{claim['op']} {claim['target']:g}"
+    return [f"`{claim['name']}`{among}", value, target, holds]
 
 
 if __name__ == "__main__":

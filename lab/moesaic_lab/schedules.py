@@ -166,14 +166,24 @@ def total(per_rank: list[Counted]) -> Counted:
 
 def formulas(grid: Grid, plan: Plan) -> Counted | None:
     """Return the forward bytes of every movement of rows by the papers' formulas, over all ranks;
-    None if there is no formula.
+    None if there is no formula."""
+    rows = _rows_by_formula(grid, plan)
+    if rows is None:
+        return None
+    row_bytes = grid.world * DIM * ELEMENT  # of one row on each rank
+    return {
+        f"forward {name}": (round(inside * row_bytes), round(across * row_bytes))
+        for name, (inside, across) in rows.items()
+    }
+
+
+def _rows_by_formula(grid: Grid, plan: Plan) -> dict[str, tuple[float, float]] | None:
+    """Return the rows of DIM elements that a rank sends, (inside its node, across nodes), by the
+    slot that receives them; None if there is no formula.
 
     n copies and T tokens of a tensor-parallel group, m = tp, p = ep, s = etp, L indices of ep on a
     node. Per rank, an all-to-all over ep sends 1 / p of its rows to each index, of which L - 1
     others are on the node and p - L elsewhere.
-
-    The formulas count rows of DIM elements that a rank sends, as pairs (inside its node, across
-    nodes), by the slot that receives them.
     """
     n = TOKENS * TOP_K
     m = grid.tp
@@ -189,41 +199,36 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     gather = {"z_full": ((m - 1) * n / m, 0)}
     if plan.schedule == "s1":
         gather = {"y": ((m - 1) * TOKENS / m, 0)}
-    rows: dict[str, tuple[float, float]] = {}
-    # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
+
+    shard = 3 * EXPERTS * HIDDEN / (p * s)  # rows of a rank's weights: 3 matrices of HIDDEN x DIM
     if plan.gather_weights == 0:
-        shard = 3 * EXPERTS * HIDDEN / (p * s)
-        rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
-    elif plan.gather_weights == 1:
+        # every rank gathers all weights except its own share
+        return {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
+    if plan.gather_weights == 1:
         # a token visits one rank of an expert, and the ranks of etp gather the shards
-        rows = {
-            "h": over_ep,
-            "z": over_ep,
-            "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0),
-            **gather,
-        }
-    elif plan.crossing is Crossing.MULTICAST:
-        rows = multicast_formulas(grid, plan, local)
-    elif plan.schedule in ("s1", "s2"):
-        rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
-    elif plan.schedule == "s3":
+        return {"h": over_ep, "z": over_ep, "w_full": (shard * (s - 1), 0), **gather}
+    if plan.crossing is Crossing.MULTICAST:
+        return multicast_formulas(grid, plan, local)
+    if plan.schedule in ("s1", "s2"):
+        return {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
+    if plan.schedule == "s3":
+        # the shards of an expert exchange its rows before and after it
         shards = ((s - 1) * n / m, 0)
         moved = hops(plan, grid, over_ep)
-        rows = {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
-    elif plan.schedule == "ted":
+        return {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
+    if plan.schedule == "ted":
+        # a ring all-reduce sends its input 2 (s - 1) / s times
         once = (n * inside, n * across)
-        reduce = (2 * (s - 1) / s * n, 0)
-        rows = {"h_same": once, "summed": reduce, "back": once}
-    elif plan.schedule != "baseline":
-        return None
-    else:
+        return {"h_same": once, "summed": (2 * (s - 1) / s * n, 0), "back": once}
+    if plan.schedule == "baseline":
         wide = (s * n * inside, s * n * across)
-        reduce = (2 * (s - 1) / s * s * n, 0)
-        rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
-    scale = grid.world * DIM * ELEMENT
-    return {
-        f"forward {name}": (round(a * scale), round(b * scale)) for name, (a, b) in rows.items()
-    }
+        return {
+            "x_wide": ((s - 1) * TOKENS, 0),
+            "h": wide,
+            "summed": (2 * (s - 1) / s * s * n, 0),
+            "back": wide,
+        }
+    return None
 
 
 def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
