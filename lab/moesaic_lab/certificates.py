@@ -106,9 +106,13 @@ def _rank(name: str) -> list[dict[str, Any]]:
     """Return the findings for a system's experts and its whole layer, on this rank."""
     # Some systems compile single functions, which says nothing about their exchange.
     torch._dynamo.config.disable = True
-    rows = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
-    layers = certify(SYSTEMS[name].layer)
-    return rows + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in layers]
+    system = SYSTEMS[name]
+    rows = []
+    for each in certify(system.make):
+        rows.append(asdict(each) | {"holds": each.holds()})
+    for each in certify(system.layer):
+        rows.append(asdict(each) | {"holds": each.holds(), "is_layer": True})
+    return rows
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -251,16 +255,14 @@ def _cell(own: Sequence[Mapping[str, Any]]) -> str:
     wrong = []
     for row in own:
         if not row["holds"]:
-            name, _, _ = row["quantity"].partition(" over ")
-            wrong.append("fails" if row["failed"] else name)
+            wrong.append("fails" if row["failed"] else row["quantity"].partition(" over ")[0])
     return ", ".join(dict.fromkeys(wrong)) or "passes"
 
 
 def _wrong(row: Mapping[str, Any]) -> str:
     """Return a wrong finding in words."""
     if row["failed"]:
-        failure: str = row["failed"]
-        return failure
+        return str(row["failed"])
     if not math.isfinite(row["error"]):
         name, _, _ = row["quantity"].partition(" over ")
         return f"{name} is not a number"

@@ -60,7 +60,8 @@ class TransformersExperts(_OnMesh):
             experts_implementation=self.backend,
         )
         self.experts: Any = modeling.MixtralExperts(config)
-        self.experts.gate_up_proj = nn.Parameter(torch.cat([own.w1, own.w3], 1))
+        gate_up = torch.cat([own.w1, own.w3], 1)
+        self.experts.gate_up_proj = nn.Parameter(gate_up)
         self.experts.down_proj = nn.Parameter(own.w2.clone())
         self.experts._is_expert_parallel = True
         module, _, name = self.implementation.partition(":")
@@ -92,9 +93,9 @@ class TorchtitanExperts(_OnMesh):
         self._dispatcher_type = module.AllToAllTokenDispatcher
         self._num_experts = whole.num_experts
         self._mesh = mesh
-        self.w1, self.w3, self.w2 = (
-            each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)
-        )
+        self.w1 = own.w1.clone().requires_grad_()
+        self.w3 = own.w3.clone().requires_grad_()
+        self.w2 = own.w2.clone().requires_grad_()
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Dispatch, multiply expert by expert, combine."""
@@ -104,10 +105,11 @@ class TorchtitanExperts(_OnMesh):
         dispatcher.wire_meshes(ep_mesh=self._mesh)
         counts = torch.bincount(experts.flatten(), minlength=self._num_experts)
         rows, arrived, metadata = dispatcher.dispatch(x, gates, experts, counts)
-        results = [
-            (F.silu(part @ self.w1[number].T) * (part @ self.w3[number].T)) @ self.w2[number].T
-            for number, part in enumerate(rows.split(arrived.tolist()))
-        ]
+        results = []
+        for number, part in enumerate(rows.split(arrived.tolist())):  # the rows of an expert
+            gate = part @ self.w1[number].T
+            up = part @ self.w3[number].T
+            results.append((F.silu(gate) * up) @ self.w2[number].T)
         y: Tensor = dispatcher.combine(torch.cat(results), metadata, x)
         return y
 
@@ -185,9 +187,9 @@ class MoesaicLayer(AbstractMoELayer):
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
-        return MoEWeights(
-            w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight)
-        )
+        w2 = _gradient(self.layer.experts.w2)
+        router = _gradient(self.layer.router.weight)
+        return MoEWeights(w1, w3, w2, router)
 
     def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
         """Average gradients over dp and clip them, as before an optimizer step; then undo the
@@ -244,9 +246,9 @@ class TransformersLayer(AbstractMoELayer):
             _sum_gradient(self.router.weight, self.group)
         experts = self.experts.experts
         mesh = self.experts.mesh
-        parameters = _placed(
-            [self.router.weight, dense], [experts.gate_up_proj, experts.down_proj], mesh
-        )
+        same = [self.router.weight, dense]
+        split = [experts.gate_up_proj, experts.down_proj]
+        parameters = _placed(same, split, mesh)
         trainer: Any = import_module("transformers").Trainer
         return float(trainer._mixed_mesh_grad_norm(None, nn.ParameterList(parameters), max_norm))
 
@@ -283,7 +285,9 @@ class TorchtitanLayer(AbstractMoELayer):
         """Clip as torchtitan does, with DTensors as in its models."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
-        parameters = _placed([self.router.gate.weight, dense], [own.w1, own.w3, own.w2], own.mesh)
+        same = [self.router.gate.weight, dense]
+        split = [own.w1, own.w3, own.w2]
+        parameters = _placed(same, split, own.mesh)
         clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
         return float(clip(parameters, max_norm, ep_enabled=True))
 
@@ -331,12 +335,14 @@ class DeepSpeedMoELayer(AbstractMoELayer):
 class _OneExpert(nn.Module):
     def __init__(self, weights: MoEWeights) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = (
-            nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2)
-        )
+        self.w1 = nn.Parameter(weights.w1[0].clone())
+        self.w3 = nn.Parameter(weights.w3[0].clone())
+        self.w2 = nn.Parameter(weights.w2[0].clone())
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
+        gate = F.linear(rows, self.w1)
+        up = F.linear(rows, self.w3)
+        return F.linear(F.silu(gate) * up, self.w2)
 
 
 class _GivenGate(nn.Module):
@@ -359,7 +365,9 @@ class _GivenGate(nn.Module):
         counts = one_hot.sum(0)
 
         # A copy's place is the number of copies before it that chose the same expert.
-        places = (one_hot.cumsum(0) - 1).gather(1, chosen.unsqueeze(1)).view_as(chosen_KT)
+        places = one_hot.cumsum(0) - 1
+        places = places.gather(1, chosen.unsqueeze(1))
+        places = places.view_as(chosen_KT)
 
         capacity = counts.max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
@@ -414,7 +422,10 @@ def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
 
 def _expert_gradients(experts: Any) -> MoEWeights:
     """Return the gradients of w1, w3 and w2."""
-    return MoEWeights(*(_gradient(getattr(experts, name)) for name in ("w1", "w3", "w2")))
+    w1 = _gradient(experts.w1)
+    w3 = _gradient(experts.w3)
+    w2 = _gradient(experts.w2)
+    return MoEWeights(w1, w3, w2)
 
 
 def _gradient(parameter: Any) -> Tensor:

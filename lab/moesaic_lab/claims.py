@@ -221,7 +221,10 @@ def describe_machine() -> dict[str, Any]:
     """Return the processor's name, the number of cores, and the operating system with its
     architecture."""
     path = Path("/proc/cpuinfo")
-    name = processor(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
+    text = ""
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    name = processor(text)
     return {
         "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -241,5 +244,9 @@ def processor(cpuinfo: str) -> str:
     fields = {name.strip(): value.strip() for name, _, value in lines}
     if not fields.get("model name"):
         return ""
-    numbers = ", ".join(f"{part} {fields[key]}" for part, key in FAMILY.items() if fields.get(key))
-    return fields["model name"] + (f" ({numbers})" if numbers else "")
+    numbers = []
+    for part, key in FAMILY.items():
+        if fields.get(key):
+            numbers.append(f"{part} {fields[key]}")
+    suffix = f" ({', '.join(numbers)})" if numbers else ""
+    return fields["model name"] + suffix

@@ -82,9 +82,9 @@ def assign_by_program(
     constraints = [places_of_thing, things_of_place]
     matrix = vstack(constraints if loads is None else [*constraints, loads])
     num_loads = matrix.shape[0] - things - places
-    largest_column = coo_array(
-        np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None]
-    )
+    not_loads = np.zeros(things + places)
+    are_loads = np.full(num_loads, -1.0)
+    largest_column = coo_array(np.concatenate([not_loads, are_loads])[:, None])
     sums = np.concatenate([np.ones(things), room])
     solution = milp(
         objective,
@@ -109,7 +109,9 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
 
     # Seconds that each sample adds at each rank, to its link inside the node and to that across.
     inside, across = load.rows
-    tables = [inside.astype(np.float64) * intra, across.astype(np.float64) * inter]
+    inside_seconds = inside.astype(np.float64) * intra
+    across_seconds = across.astype(np.float64) * inter
+    tables = [inside_seconds, across_seconds]
     samples, ranks = inside.shape
 
     # A sample may only move among the ranks of its replica.

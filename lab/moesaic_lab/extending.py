@@ -127,7 +127,8 @@ def extensions(page: str) -> list[Extension]:
         if files and lines:
             assert len(files) == 1, f"{heading}: one file a part, the page shows {len(files)}"
             path = files[0].split("\n", 1)[0].removeprefix("# ")
-            parts.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
+            code = files[0]
+            parts.append(Extension(kind=kind, path=path, code=code, lines=tuple(lines)))
     return parts
 
 
@@ -255,7 +256,8 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
             return [row]
 
         # Another process imports the copy of the package, which has the part.
-        done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
+        field = FIELDS[extension.kind]
+        done = run_in(root, "-m", "moesaic_lab.extending", field, str(row["name"]))
         if done.returncode:
             raise InputError(
                 f"{extension.kind} {row['name']} cannot be simulated: "

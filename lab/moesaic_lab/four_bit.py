@@ -81,7 +81,9 @@ class FourBitAdapters(AbstractRoutedExperts):
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Run the adapted experts."""
-        return self.run_on_ranks(F.pad(x, (0, WIDTH - self._dim)), experts, gates)[:, : self._dim]
+        padded = F.pad(x, (0, WIDTH - self._dim))
+        y = self.run_on_ranks(padded, experts, gates)
+        return y[:, : self._dim]
 
     def gradients(self) -> MoEWeights:
         """Return the gradients of the adapters' B, which are those of the weights."""
@@ -89,7 +91,10 @@ class FourBitAdapters(AbstractRoutedExperts):
         down = self._of("down_proj")
         hidden = self._hidden
         dim = self._dim
-        return MoEWeights(gate[:, :hidden, :dim], up[:, :hidden, :dim], down[:, :dim, :hidden])
+        w1 = gate[:, :hidden, :dim]
+        w3 = up[:, :hidden, :dim]
+        w2 = down[:, :dim, :hidden]
+        return MoEWeights(w1, w3, w2)
 
     def _of(self, name: str) -> Tensor:
         """Return the gradient of B, (experts, out, in), of the sum of the ranks' losses, of which
@@ -104,7 +109,10 @@ class FourBitAdapters(AbstractRoutedExperts):
 
 def _padded(weight: Tensor) -> Tensor:
     """Return matrices with zeros up to the width, in float32."""
-    return F.pad(weight.float(), (0, WIDTH - weight.shape[2], 0, WIDTH - weight.shape[1]))
+    _, rows, columns = weight.shape
+    added_rows = WIDTH - rows
+    added_columns = WIDTH - columns
+    return F.pad(weight.float(), (0, added_columns, 0, added_rows))
 
 
 def _fused(weights: MoEWeights) -> Tensor:
@@ -115,5 +123,7 @@ def _fused(weights: MoEWeights) -> Tensor:
 @torch.no_grad()
 def _fill(wrapper: Any, rest: Tensor) -> None:
     """Make an adapter add `rest`, (experts, out, in), to its weights."""
-    wrapper.lora_A["default"].weight.copy_(torch.eye(WIDTH).repeat(len(rest), 1))
-    wrapper.lora_B["default"].weight.copy_(rest.permute(1, 2, 0).flatten(1))
+    identities = torch.eye(WIDTH).repeat(len(rest), 1)
+    differences = rest.permute(1, 2, 0).flatten(1)
+    wrapper.lora_A["default"].weight.copy_(identities)
+    wrapper.lora_B["default"].weight.copy_(differences)

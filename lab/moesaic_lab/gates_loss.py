@@ -91,9 +91,12 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
     plain = demo()
     moe = plain.model.moe
     if gate in TOP_1:
-        moe = replace(moe, num_experts=moe.num_experts // 2, hidden=moe.hidden * 2, top_k=1)
+        num_experts = moe.num_experts // 2
+        hidden = moe.hidden * 2
+        moe = replace(moe, num_experts=num_experts, hidden=hidden, top_k=1)
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
-    return short_run(plain, steps, seed=seed, model=replace(plain.model, seq_len=128, moe=moe))
+    model = replace(plain.model, seq_len=128, moe=moe)
+    return short_run(plain, steps, seed=seed, model=model)
 
 
 def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
@@ -244,7 +247,8 @@ def steps_to(steps: list[int], losses: list[float], loss: float) -> float:
     between evaluations."""
     for (step, before), (later, after) in pairwise(zip(steps, losses)):
         if after <= loss <= before:
-            return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
+            fall = max(before - after, 1e-12)  # of two equal losses, the first step counts
+            return float(step + (later - step) * (before - loss) / fall)
     raise InputError(
         f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more "
         "evaluations"
@@ -341,7 +345,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def _within(name: str, off: float | None) -> Claim:
     """Claim that a difference is at most `OFF`; None if its gates did not run."""
-    return Claim(name=name, value=off, target=OFF, reason=NOT_RUN if off is None else "")
+    reason = NOT_RUN if off is None else ""
+    return Claim(name=name, value=off, target=OFF, reason=reason)
 
 
 COLUMNS = (

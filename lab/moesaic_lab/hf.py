@@ -174,9 +174,11 @@ def family_errors(model: Any) -> tuple[float, float]:
         wanted = expected_gradients[name]
         # Of a gradient that is zero but for rounding, no relative error can be told.
         scale = max(float(wanted.abs().max()), 1e-6 * largest)
-        gradient_errors.append(float((gradient - wanted).abs().max()) / scale)
-    logits_error = float((y - expected).abs().max()) / float(expected.abs().max())
-    return logits_error, max(gradient_errors)
+        error = float((gradient - wanted).abs().max())
+        gradient_errors.append(error / scale)
+    logits_error = float((y - expected).abs().max())
+    logits_scale = float(expected.abs().max())
+    return logits_error / logits_scale, max(gradient_errors)
 
 
 SIZES: dict[str, Any] = {
@@ -266,12 +268,14 @@ def ep_errors(
                 f"{case}: parameters with a gradient differ on rank {rank}"
             )
             expected = all_logits[rank // case.tp]
-            worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
+            error = (logits[0] - expected).abs().max()
+            worst = max(worst, float(error / expected.abs().max()))
             for name, gradient in actual_gradients.items():
                 wanted = expected_gradients[name]
                 # A small gradient is a sum of larger terms, whose float32 rounding it has.
                 scale = max(float(wanted.abs().max()), 0.02 * largest)
-                worst = max(worst, float((gradient - wanted).abs().max()) / scale)
+                error = (gradient - wanted).abs().max()
+                worst = max(worst, float(error) / scale)
         errors.append(worst)
     return errors
 

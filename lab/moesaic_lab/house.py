@@ -180,7 +180,10 @@ def _rows() -> list[dict[str, Any]]:
     """Return the rows of all figures."""
     most = maxima()
     figures = measure()
-    return [{"name": name, "value": value, "most": most[name]} for name, value in figures.items()]
+    rows = []
+    for name, value in figures.items():
+        rows.append({"name": name, "value": value, "most": most[name]})
+    return rows
 
 
 @dataclass
@@ -242,7 +245,8 @@ def trace_path(package: Path) -> PathTrace:
         """A transport that ends the trace when it sends the first rows."""
 
         def issue(self, transfer: Transfer) -> Handle:
-            if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
+            sizes = [tensor.nbytes for tensor in transfer.sends.values()]
+            if max(sizes, default=0) >= MANY_BYTES:
                 trace.stop()
             return super().issue(transfer)
 

@@ -58,7 +58,8 @@ class KeptRanks:
             results = self.cluster().run(function, *args)
             write_whole(path, json.dumps(results, default=_plain))
         kind = get_type_hints(function)["return"]
-        return [rebuilt(kind, each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return [rebuilt(kind, each) for each in kept]
 
     def close(self) -> None:
         """End the cluster, if it was started."""

@@ -101,7 +101,8 @@ def counted(
 ) -> dict[str, list[str]]:
     """Return the operators of the second forward and backward pass of a layer on tokens of a
     dtype; the first pass makes what later ones reuse."""
-    x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, TOKENS // 4, DIM, generator=generator).to(dtype)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
@@ -257,19 +258,23 @@ class HandWritten(nn.Module):
         rows = tokens.index_select(0, token)
 
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, 1)
-        out = F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
+        gate_up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, 1)
+        hidden = F.silu(gate) * up
+        out = F.grouped_mm(hidden, self.w2.transpose(1, 2), offs=ends)
 
         # Combine: the weighted sum of each token's copies.
         out = out * weight.index_select(0, order).unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, token, out).view(x.shape), loss
+        y = torch.zeros_like(tokens).index_add(0, token, out)
+        return y.view(x.shape), loss
 
 
 def hand_step(layer: HandWritten, x: Tensor) -> Tensor:
     """Run a step of the hand-written layer, with the loss injected as `MoE` does; return the
     result."""
     y, loss = layer(x)
-    torch.autograd.backward([y, loss], [torch.ones_like(y), torch.ones_like(loss)])
+    slopes = [torch.ones_like(y), torch.ones_like(loss)]
+    torch.autograd.backward([y, loss], slopes)
     return y
 
 
@@ -336,7 +341,10 @@ def kept_row(router: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]
     x = torch.randn(tokens, dim, dtype=dtype).requires_grad_()
     copies = tokens * top_k
     # x and the two pre-activations in 16 bits, a (T, E) matrix in float32, 48 bytes per copy.
-    need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
+    need = 2 * tokens * dim
+    need += 2 * 2 * copies * hidden
+    need += 4 * tokens * experts
+    need += 48 * copies
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
     return {

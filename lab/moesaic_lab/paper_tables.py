@@ -37,7 +37,9 @@ def predictor(rows: Sequence[Row]) -> str:
         for row in plain
     ]
     mean = statistics.mean(measured)
-    r2 = 1 - sum(error**2 for error in errors) / sum((each - mean) ** 2 for each in measured)
+    unexplained = sum(error**2 for error in errors)
+    spread = sum((each - mean) ** 2 for each in measured)
+    r2 = 1 - unexplained / spread
     johnny = read_book().value("fastermoe.predictor.johnny")
     trevor = read_book().value("fastermoe.predictor.trevor")
     return (

@@ -165,7 +165,8 @@ def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:
     points = zip(map(math.log, tokens), gains)
     for (x0, gain0), (x1, gain1) in itertools.pairwise(points):
         if (gain0 < 1) != (gain1 < 1):
-            crossings.append(math.exp(x0 + (x1 - x0) * (1 - gain0) / (gain1 - gain0)))
+            x = x0 + (x1 - x0) * (1 - gain0) / (gain1 - gain0)
+            crossings.append(math.exp(x))
     return crossings
 
 

@@ -225,7 +225,8 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
         colour = of_name[series.name]
         name = _plain(series.name)
         # The bars of a category stand side by side, its position in their middle.
-        shift = (place - (len(panel.series) - 1) / 2) * width if panel.categories else 0.0
+        middle = (len(panel.series) - 1) / 2
+        shift = (place - middle) * width if panel.categories else 0.0
         at = [x + shift for x in series.x]
         if panel.categories:
             on.bar(at, series.y, width * 0.92, color=colour, label=name)
@@ -258,7 +259,9 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
             [_plain(_wrapped(name, letters)) for name in panel.categories],
         )
     elif panel.x_ticks:
-        on.set_xticks([x for x, _ in panel.x_ticks], [_plain(text) for _, text in panel.x_ticks])
+        positions = [x for x, _ in panel.x_ticks]
+        labels = [_plain(text) for _, text in panel.x_ticks]
+        on.set_xticks(positions, labels)
         on.set_xticks([], minor=True)
     on.title.set_fontsize(9)
     on.tick_params(labelsize=7)

@@ -215,7 +215,8 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
     # The reference: one process, all samples.
     alone = copy.deepcopy(layers)
     leaf = x.clone().requires_grad_()
-    expected = alone.dense(leaf, mask, torch.from_numpy(homes.samples.reshape(-1).copy()))
+    order = torch.from_numpy(homes.samples.reshape(-1).copy())
+    expected = alone.dense(leaf, mask, order)
     (expected * upstream).sum().backward()
 
     def rank(transport: AbstractTransport) -> dict[str, Any]:
@@ -228,7 +229,8 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
         first = grid.coordinate(transport.rank, "dp") * share
         own = slice(first, first + share)
         inputs = x[own].clone().requires_grad_()
-        y, rides = mine.placed(inputs, mask, Relocator(mesh, Given([homes, homes])))
+        relocator = Relocator(mesh, Given([homes, homes]))
+        y, rides = mine.placed(inputs, mask, relocator)
         (y * upstream[own]).sum().backward()
         average_gradients(mine, mesh)
 

@@ -339,9 +339,12 @@ def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
         recorder.ranges.clear()
         trainings[name].step(job.batches[steps_taken[name]])
         steps_taken[name] += 1
-        messages.setdefault(name, [sent(recorder)])
+        if name not in messages:
+            messages[name] = [sent(recorder)]
 
-    spans = timed_still({name: partial(step, name) for name in job.methods}, len(job.batches) - 1)
+    steps = {name: partial(step, name) for name in job.methods}
+    repeats = len(job.batches) - 1  # the first step warms up
+    spans = timed_still(steps, repeats)
     found = {
         name: StepFound(
             experts_moved=training.experts_moved, options=training.options(), **_of_trip(training)

@@ -145,7 +145,11 @@ def on_loopback(grid: Grid, plan: Plan) -> Counted:
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
     """Run each rank as a process, and return the total bytes of every plan."""
     per_rank = on_ranks(grid.world, _run_plans, grid, plans)
-    return [total([counted[number] for counted in per_rank]) for number in range(len(plans))]
+    totals = []
+    for number in range(len(plans)):
+        of_plan = [counted[number] for counted in per_rank]
+        totals.append(total(of_plan))
+    return totals
 
 
 def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
@@ -268,7 +272,10 @@ def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[floa
         places = NodeMap(grid, ranks)
         for source, target in itertools.permutations(ranks, 2):
             path = list(ALL_TO_ALLS[link].path(places, source, target))
-            across = sum(grid.node_of(leg.source) != grid.node_of(leg.target) for leg in path)
+            across = 0
+            for leg in path:
+                if grid.node_of(leg.source) != grid.node_of(leg.target):
+                    across += 1
             crosses = grid.node_of(source) != grid.node_of(target)
             by_crossing[crosses].append((len(path) - across, across))
 

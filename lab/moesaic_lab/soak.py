@@ -98,7 +98,10 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
     with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as name, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
         draw = random.Random(0)  # a text of random words
-        words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
+        words = []
+        for _ in range(4000):
+            letters = draw.choices("abcdefgh", k=draw.randint(1, 6))
+            words.append("".join(letters))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
         future = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
         started = time.monotonic()
@@ -155,8 +158,10 @@ def _is_over(folder: Path, passed: float, seconds: float) -> bool:
 @contextmanager
 def _trainer(folder: Path) -> Iterator[Trainer]:
     """Open the run of the soak, and yield its trainer."""
-    config: TrainConfig = override(replace(demo(), out=str(folder / "run")), SMALL, source="soak")
-    config = replace(config, data=replace(config.data, path=(str(folder / "text.txt"),)))
+    plain = replace(demo(), out=str(folder / "run"))
+    config: TrainConfig = override(plain, SMALL, source="soak")
+    data = replace(config.data, path=(str(folder / "text.txt"),))
+    config = replace(config, data=data)
     run = open_run(config, lambda line: None)
     try:
         yield Trainer(run, Console(quiet=True))

@@ -78,12 +78,16 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
     `figure`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in by), []).append(row[figure])
-    return [
-        dict(zip(by, values))
-        | {"mean": statistics.mean(figures), "least": min(figures), "most": max(figures)}
-        for values, figures in groups.items()
-    ]
+        values = tuple(row[key] for key in by)
+        groups.setdefault(values, []).append(row[figure])
+    spreads = []
+    for values, figures in groups.items():
+        entry = dict(zip(by, values))
+        entry["mean"] = statistics.mean(figures)
+        entry["least"] = min(figures)
+        entry["most"] = max(figures)
+        spreads.append(entry)
+    return spreads
 
 
 CLAIM_COLUMNS = ("claim (a ratio, or with its unit)", "value", "target", "holds")
