@@ -120,7 +120,7 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
 
 def measured_in(paper: str) -> list[str]:
     """Return the benchmarks whose measurements a paper's page shows, without its headlines."""
-    shown = set()
+    shown: set[str] = set()
     for technique in TECHNIQUES:
         if technique.paper == paper:
             shown.update(result for result, *_ in technique.measured)

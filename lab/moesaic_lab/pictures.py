@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import InputError
 from moesaic_lab.measure import Timing
@@ -195,7 +195,7 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
         on.set_axis_off()
 
     # One legend for all panels: a name is listed once.
-    shown = {}
+    shown: dict[str, Any] = {}
     for on in axes:
         handles, labels = on.get_legend_handles_labels()
         shown.update(zip(labels, handles))

@@ -14,7 +14,7 @@ plain run.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -469,7 +469,9 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
             told("training")
             pretrain(weights, options.trained)
         runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
-        chosen = {part: run for part, run in runs.items() if part in options.parts}
+        chosen: dict[str, Callable[[], Any]] = {
+            part: run for part, run in runs.items() if part in options.parts
+        }
         by_part = each_kept(keep, chosen, told)
         return [{"part": part, **row} for part, rows in by_part for row in rows]
 

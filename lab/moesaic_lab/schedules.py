@@ -86,7 +86,7 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
         made_tables.append(make_tables(*arguments))
         return made_tables[-1]
 
-    layer.on_mesh._tables = make_and_keep  # type: ignore[method-assign]
+    layer.on_mesh._tables = make_and_keep  # type: ignore[assignment, method-assign]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     sizes, _ = made_tables[0]
     compiled: Compiled = compile_plan(plan, grid)
