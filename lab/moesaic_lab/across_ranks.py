@@ -1,5 +1,8 @@
 """Helpers that run on the ranks of benchmarks: gathering times, listing sent messages, layer steps,
-prescribed routing."""
+prescribed routing.
+
+A span is the start and the end of one run of a method, by a clock that all ranks share.
+"""
 
 from __future__ import annotations
 

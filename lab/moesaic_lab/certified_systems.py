@@ -1,5 +1,11 @@
 """The systems whose expert parallelism `moesaic bench certificates` tests: for each, its experts
-and its whole layer."""
+and its whole layer.
+
+A `LayerSpec` gives the weights of all experts (`whole`), of which a rank owns a part (`own`): gate
+w1, up w3, down w2, (experts, out, in) each. `run` gets tokens x, (tokens, dim), and of each token
+the numbers of its experts and their routing weights (gates), (tokens, top_k) each. Gradients are
+those of this rank's experts. `clip` returns the norm of all gradients before clipping.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Tiny random models of every model family in transformers whose experts support its interface for
-expert implementations."""
+expert implementations.
+
+A family is one modeling file of transformers. Its configuration classes name the same size in
+different ways, so a tiny model sets those fields of `SIZES` that its class has.
+"""
 
 from __future__ import annotations
 

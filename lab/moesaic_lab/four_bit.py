@@ -35,6 +35,7 @@ class FourBitAdapters(AbstractRoutedExperts):
     """Mixtral's experts of transformers in NF4 on the ranks, with adapters of PEFT."""
 
     def __init__(self, spec: LayerSpec) -> None:
+        """Quantize this rank's experts, and give their adapters what rounding took."""
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         own = spec.weights.owned(spec.group)
         (_, self._hidden, self._dim) = spec.weights.w1.shape

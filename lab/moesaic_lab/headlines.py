@@ -7,6 +7,9 @@ over that of the paper's method, forward and backward. If the paper or its alter
 plans, the fastest plan counts. Nothing is computed: what could not run here is no headline here.
 Published figures are those of `moesaic reproduce`.
 
+A comparison is several methods on one cluster; a headline is a ratio between two of them. The book
+(`read_book`) has the published figures by name.
+
     moesaic bench headlines --keep runs/headlines --json benchmarks/results/headlines.json
 """
 
@@ -485,6 +488,7 @@ def netmoe() -> Comparison:
     moving = 2 * book.value("netmoe.scatter.4")
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        """Measure the layers, alternating between the methods."""
         plans = {faster: compile_plan(Plan(peer_groups=setting.nodes), setting.grid)}
         methods = {fast: None, faster: None, placed: TwoStage(**ALWAYS)}
         trace = routing(setting, LOCALITY, tokens=True)

@@ -1,6 +1,7 @@
 """The measured figures that the written part of a paper's page names, in words.
 
-A page has `{NAME}` where a figure goes, so that none is typed by hand.
+A page has `{NAME}` where a figure goes, so that none is typed by hand. `results` are the contents
+of the committed files of results, by name.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def page(text: str, results: Mapping[str, dict[str, Any]]) -> str:
     shown = [name for names in REGION.findall(text) for name in names.split(", ")]
 
     def written(region: re.Match[str]) -> str:
+        """Return a region of the page with new content."""
         names = region[1].split(", ")
         if names == [OTHERS]:
             others = []

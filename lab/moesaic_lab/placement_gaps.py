@@ -9,6 +9,9 @@ the measure is the rows at the busiest place, and moving is free. A gap is the s
 policy takes longer, or has more rows, than the best placement. Times are of one two-stage decision
 for 16 ranks in two nodes, on this processor, next to those of KM and PuLP in NetMoE's Table 4.
 
+A load says how many copies go from where to which expert. A sample's home is its rank, an expert's
+place its index in ep; slots are the samples that a rank holds.
+
     moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """
 

@@ -8,6 +8,9 @@ batches and weights, with eight sequences of 128 per rank. The loss curves are o
 from scratch on four Gloo processes with eight sequences in all; each run replays the routing of the
 plain run.
 
+A move is what happens to the samples behind one MoE layer, a trip the moves of one forward pass.
+"across" and "inter" are between nodes.
+
     moesaic bench relocate_train --json benchmarks/results/relocate_train.json
 """
 
@@ -271,7 +274,11 @@ class StepFound:
 
 class Training:
     """A model on a mesh under one method, with an optimizer whose steps change no bit of the
-    weights."""
+    weights.
+
+    Args:
+        name: a method of the job.
+    """
 
     def __init__(self, job: StepJob, name: str, mesh: Mesh) -> None:
         method = job.methods[name]

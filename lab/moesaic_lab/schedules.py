@@ -6,6 +6,10 @@ on four Gloo processes (two nodes of two). A recorder on the layer's transport c
 every message by link. The formulas are written out below, for each movement of rows, and share no
 code with the programs.
 
+A movement is named after the slot that it fills: h are rows at their experts, z results back on
+the token's rank, y and z_full what a tensor-parallel group gathers of these, x_wide its gathered
+tokens, w_full gathered weights.
+
     moesaic bench schedules --json benchmarks/results/schedules.json
 """
 
