@@ -162,13 +162,14 @@ def parm(size: int) -> Comparison:
         tokens_per_rank=48,
     )
     grid = Grid(world=16, tp=size, ep=16 // size, etp=size, ranks_per_node=4)
-    taken = choose(Simulator(place.cluster), place.workload(size), grid)
+    taken = choose(Simulator(place.cluster), place.workload(size), grid)  # Parm's Algorithm 1
     plans = {"baseline": SINGLES["baseline"], "Parm": taken, "S2 with SAA": SINGLES["s2, saa"]}
     book = read_book()
     return Comparison(
         paper="parm",
         name=f"parm-{size}",
         bed=place.bed,
+        # The middle of two percentages.
         share=(book.value("parm.share.least") + book.value("parm.share.most")) / 200,
         of="the middle of its figure 1",
         reference="baseline",

@@ -132,6 +132,7 @@ def measured_in(paper: str) -> list[str]:
 def summary(paper: str, results: Mapping[str, Any]) -> str:
     """Return a line per technique and benchmark: the simulated map in short, beside the measured
     pairs."""
+    # A row of `measured`: a benchmark, and the arguments of `pairs`.
     names = (
         "technique|simulated gain|pays from, tokens per rank|measured|faster in, cases|median gain"
         "|range of gains|predicted gain"

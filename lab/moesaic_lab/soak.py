@@ -107,6 +107,7 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
         started = time.monotonic()
         is_interrupted = False
         while not future.done():
+            # Ctrl-C does not reach the ranks, which look for the file.
             try:
                 told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
                 time.sleep(0.5)

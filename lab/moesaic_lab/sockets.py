@@ -593,8 +593,8 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
         first = failed[0]
         raise InputError(
             f"transport=sockets cannot connect rank {first}: {problems[first]}: set "
-            f"{INTERFACE_VARIABLE} to "
-            "the network interface that all ranks reach, or choose transport=gloo"
+            f"{INTERFACE_VARIABLE} to the network interface that all ranks reach, or choose "
+            "transport=gloo"
         )
     return connections
 
