@@ -2,13 +2,12 @@
 the demo's model.
 
 Losses come from one process that routes as four ranks in two nodes would, on sequences of 128
-instead of the demo's
-256. Steps are timed separately: the trained models run on four ranks of an emulated cluster, 2
-     nodes of 2 with 200
-Mbit/s between them, with forward, backward and optimizer step, all gates in turn; ranks share the
-machine's cores. BASE chooses one expert per token, so it has half as many experts, twice as wide,
-with equally many parameters in all and per token. The Switch gate has the same sizes, and shows
-what top-1 routing does on its own. Evaluation omits each gate's training-time restrictions.
+instead of the demo's 256. Steps are timed separately: the trained models run on four ranks of an
+emulated cluster, 2 nodes of 2 with 200 Mbit/s between them, with forward, backward and optimizer
+step, all gates in turn; ranks share the machine's cores. BASE chooses one expert per token, so it
+has half as many experts, twice as wide, with equally many parameters in all and per token. The
+Switch gate has the same sizes, and shows what top-1 routing does on its own. Evaluation omits each
+gate's training-time restrictions.
 
     moesaic bench gates_loss --json benchmarks/results/gates_loss.json \
         --picture docs/images/bench/gates_loss.svg
