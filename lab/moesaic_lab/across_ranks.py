@@ -1,5 +1,8 @@
 """Helpers that run on the ranks of benchmarks: gathering times, listing sent messages, layer steps,
-prescribed routing."""
+prescribed routing.
+
+A span is the start and the end of one run of a method, by a clock that all ranks share.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,12 @@ def in_turn_and_near(
         none).
     """
     spans = in_turn(methods, repeats, **options)
-    names = near(gathered(spans))
-    more = max(pairs - repeats, 0)
-    again = {name: methods[name] for name in names} if more else {}
-    return spans, in_turn(again, more, **options | {"warmup": 0})
+    similar = near(gathered(spans))
+    further = max(pairs - repeats, 0)
+    again = {name: methods[name] for name in similar} if further else {}
+
+    # The first rounds have warmed the methods up.
+    return spans, in_turn(again, further, **options | {"warmup": 0})
 
 
 def sent(recorder: Recorder, first: int = 0) -> list[Message]:

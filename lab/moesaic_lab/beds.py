@@ -85,8 +85,11 @@ class Place:
     def in_words(self) -> str:
         """The bed for tables and messages."""
         parts = [f"{self.shape} {self.inter}"]
-        parts += [f"lo {self.intra}"] if self.intra else []
-        return ", ".join([*parts, f"{self.per_message} B/message"] if self.per_message else parts)
+        if self.intra:
+            parts.append(f"lo {self.intra}")
+        if self.per_message:
+            parts.append(f"{self.per_message} B/message")
+        return ", ".join(parts)
 
 
 P = TypeVar("P", bound=Place)
@@ -136,9 +139,8 @@ def read_cells(path: Path, whole: C, kinds: Mapping[str, Place], **lists: tuple[
             tables overrides.
         lists: further lists of tables; see `read_parts`.
     """
-    return read_parts(
-        path, whole, lists={name: ("cells", cell) for name, cell in kinds.items()} | lists
-    )
+    cell_lists = {name: ("cells", cell) for name, cell in kinds.items()}
+    return read_parts(path, whole, lists=cell_lists | lists)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,24 +180,20 @@ class BedCell(TimedCell):
 
 
 def joined(of_ranks: Sequence[Timed], bed: Bed) -> dict[str, Any]:
-    """Return the fields of a `BedCell`."""
-    phases = {
-        name: [
-            [m for of_rank in of_phase for m in of_rank]
-            for of_phase in zip(*(rank.sent[name] for rank in of_ranks))
+    """Return the fields of a `BedCell` from what every rank measured of it."""
+    limits = {}
+    across = {}
+    for name in of_ranks[0].spans:
+        # For each phase, the messages of all ranks.
+        phases = [
+            list(itertools.chain.from_iterable(by_rank))
+            for by_rank in zip(*(rank.sent[name] for rank in of_ranks))
         ]
-        for name in of_ranks[0].spans
-    }
-    return timed([rank.spans for rank in of_ranks], [rank.pairs for rank in of_ranks]) | {
-        "limits": {
-            name: [link_limit(messages, bed) for messages in of_method]
-            for name, of_method in phases.items()
-        },
-        "across": {
-            name: crossing(itertools.chain(*of_method), bed.node_of)
-            for name, of_method in phases.items()
-        },
-    }
+        limits[name] = [link_limit(messages, bed) for messages in phases]
+        across[name] = crossing(itertools.chain.from_iterable(phases), bed.node_of)
+
+    times = timed([rank.spans for rank in of_ranks], [rank.pairs for rank in of_ranks])
+    return times | {"limits": limits, "across": across}
 
 
 def drawn(
@@ -220,14 +218,14 @@ def drawn(
         names = {name: lambda cell, name=name: name for name in methods}  # type: ignore[misc]
     series = []
     for name, method_of in names.items():
-        points = [
-            (x, cell.timings[method_of(cell)], cell.bound(method_of(cell)), scale)
-            for x, cell, scale in zip(at, cells, scales)
-            if method_of(cell) in cell.timings
-        ]
-        series.append(
-            PlottedSeries.of(name, [point[:3] for point in points], [scale for *_, scale in points])
-        )
+        points = []
+        point_scales = []
+        for x, cell, scale in zip(at, cells, scales):
+            method = method_of(cell)
+            if method in cell.timings:
+                points.append((x, cell.timings[method], cell.bound(method)))
+                point_scales.append(scale)
+        series.append(PlottedSeries.of(name, points, point_scales))
     return tuple(series)
 
 

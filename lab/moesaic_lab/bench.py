@@ -137,15 +137,17 @@ def run(arguments: Sequence[str]) -> int:
         ]
         print("\n".join(usage))
         return 0
-    if words[0] in OTHERS:
-        module, _, function = OTHERS[words[0]][0].partition(":")
-        code: int = getattr(import_module(f"moesaic_lab.{module}"), function)(words[1:])
+
+    name = words[0]
+    options = words[1:]
+    if name in OTHERS:
+        place, _ = OTHERS[name]
+        module, _, function = place.partition(":")
+        code: int = getattr(import_module(f"moesaic_lab.{module}"), function)(options)
         return code
-    if words[0] not in BENCHMARKS:
-        raise InputError(
-            f"unknown benchmark {words[0]}{suggestion(words[0], [*BENCHMARKS, *OTHERS])}"
-        )
-    return benchmark_named(words[0]).run(words[1:])
+    if name not in BENCHMARKS:
+        raise InputError(f"unknown benchmark {name}{suggestion(name, [*BENCHMARKS, *OTHERS])}")
+    return benchmark_named(name).run(options)
 
 
 def benchmark_named(name: str) -> Benchmark[Any, Any, Any]:

@@ -186,20 +186,24 @@ class Benchmark(Generic[O, C, F]):
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
         description = f"{self.description}{self._took_last()}"
         options = parse(self.options, arguments, prog=prog, description=description)
-        picture = (
-            Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
-        )
-        if picture is not None:
+
+        # Refuse what cannot be written or run before anything is measured.
+        picture = None
+        if isinstance(options, DrawnOptions) and options.picture:
+            picture = Path(options.picture)
             check_picture(picture)
         if options.json != "-":
             require_writable(options.json, "--json")
         cases = self.cases(options)
+
         keep = getattr(options, "keep", None)
-        goes_on = keep is not None and any(Path(keep).glob("[!.]*.json"))
+        is_resumed = keep is not None and any(Path(keep).glob("[!.]*.json"))
         started = time.monotonic()
         with _progress() as told:
             results = self.measure(options, cases, told)
-        self.show(results, options, None if goes_on else time.monotonic() - started)
+        seconds = None if is_resumed else time.monotonic() - started
+
+        self.show(results, options, seconds)
         if picture is not None and self.panels is not None:
             write_picture(
                 picture,
@@ -210,11 +214,10 @@ class Benchmark(Generic[O, C, F]):
             )
         if isinstance(options, PagedOptions) and options.page and self.page is not None:
             write_page(Path(options.page), self.page(results), self.page_marks)
-        return (
-            1
-            if self.is_proof and any(claim.holds is False for claim in self.claims(results))
-            else 0
-        )
+        if not self.is_proof:
+            return 0
+        # `holds` is None, neither true nor false, for a claim without a value or a target.
+        return 1 if any(claim.holds is False for claim in self.claims(results)) else 0
 
     def _took_last(self) -> str:
         """Return a sentence that says how long the run of the committed results took; "" if they do
@@ -236,12 +239,14 @@ class Benchmark(Generic[O, C, F]):
         """
         console = Console(stderr=options.json == "-")
         rows = self.rows(results)
-        tables = (
-            self.columns(results)
-            if callable(self.columns)
-            else [t for each in self.columns for t in each.of(rows)]
-        )
-        for each in (*tables, claims_table(self.claims(results))):
+        tables: list[Table] = []
+        if callable(self.columns):
+            tables += self.columns(results)
+        else:
+            for shown in self.columns:
+                tables += shown.of(rows)
+        tables.append(claims_table(self.claims(results)))
+        for each in tables:
             console.print(each)
         if options.json:
             measured = Measurement(
@@ -307,22 +312,18 @@ def read_parts(
     changes = dict[str, Any]()
     lists = lists or {}
     tables = tables or {}
+
+    # Lists and tables leave `table`, so that only the plain fields remain for the end.
     for name, (field, default) in lists.items():
         value = table.pop(name, None)
         if value is None:
             continue
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise InputError(
-                f"{source}: {name} must be a list of tables: write [[{name}]] above each"
-            )
-        read = (
-            override(default, each, source=source, prefix=f"{name}[{n}].")
-            for n, each in enumerate(value)
-        )
+        read = _read_list(name, value, default, source)
         changes[field] = (*changes.get(field, ()), *read)
         names = [each.name for each in changes[field] if hasattr(each, "name")]
         if len(set(names)) < len(names):
             raise InputError(f"{source}: two {name} have one name: give each its own")
+
     for name, default in tables.items():
         value = table.pop(name, None)
         if value is None:
@@ -330,6 +331,7 @@ def read_parts(
         if not isinstance(value, dict):
             raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
         changes[name] = override(default, value, source=source, prefix=f"{name}.")
+
     parts = {*(field for field, _ in lists.values()), *tables}
     plain = [
         name
@@ -341,6 +343,22 @@ def read_parts(
         known = [*lists, *tables, *plain]
         raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], known)}")
     return replace(override(whole, table, source=source), **changes)  # type: ignore[type-var]
+
+
+def _read_list(name: str, value: object, default: object, source: str) -> list[object]:
+    """Return `default` with the values of each table of a list in a file.
+
+    Args:
+        name: the list's name.
+        value: what the file has under this name.
+        source: the file, for messages.
+    """
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
+    return [
+        override(default, each, source=source, prefix=f"{name}[{number}].")
+        for number, each in enumerate(value)
+    ]
 
 
 def emulated(
@@ -452,6 +470,7 @@ def told_of_files(folder: Path, told: Told) -> Iterator[None]:
 
     def watch() -> None:
         is_over = False
+        # Looks once more after the end, for files that the last processes wrote.
         while not is_over:
             is_over = ended.wait(WATCH_SECONDS)
             new = set(folder.glob("[!.]*.json")) - seen

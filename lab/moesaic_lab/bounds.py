@@ -57,12 +57,13 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
         messages: as for `link_limit`.
         bed: the cluster.
     """
-    of_pair: dict[tuple[int, int], float] = defaultdict(float)
+    bytes_of_pair: dict[tuple[int, int], float] = defaultdict(float)
     for source, target, num_bytes in messages:
         if source != target and num_bytes:
-            of_pair[(source, target)] += num_bytes
+            bytes_of_pair[(source, target)] += num_bytes
+
     seconds: dict[str, float] = defaultdict(float)
-    for (source, target), num_bytes in of_pair.items():
+    for (source, target), num_bytes in bytes_of_pair.items():
         source_node = bed.node_of(source)
         target_node = bed.node_of(target)
         if source_node == target_node:
@@ -104,26 +105,30 @@ def program_messages(
         unit_columns: columns of a hidden unit's weights, if weights are sent: 3 * dim for SwiGLU. A
             bias has dim columns.
         coded: maps (codec, rows, dim, element bytes) to bytes. Packets that share a message count
-            as one. A codec that rounds
-        rows up to blocks may therefore send a few more bytes.
+            as one. A codec that rounds rows up to blocks may therefore send a few more bytes.
     """
     slots = {slot.name: slot for slot in program.slots}
+    # A hop carries what a PACK task encoded before; both name the slots of the movement in `of`.
     codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
     messages: list[Message] = []
     for bundle in bundles(program):
-        joint: dict[tuple[int, int], float] = {}
-        for task in (program.tasks[place] for place in bundle):
+        bytes_of_pair: dict[tuple[int, int], float] = {}
+        for place in bundle:
+            task = program.tasks[place]
             if task.op not in (Op.MOVE, Op.HOP):
                 continue
-            source = slots[(task.of or task.reads)[0]]
+            moved_slots = task.of or task.reads
+            row_bytes = _row_bytes(
+                slots[moved_slots[0]], dim, element_bytes, lane_bytes, unit_columns
+            )
             codec = codecs.get(task.of, "") if task.op is Op.HOP else ""
             for sender, receiver, rows in messages_of(task, slots, sizes):
-                plain = rows * _row_bytes(source, dim, element_bytes, lane_bytes, unit_columns)
+                plain = rows * row_bytes
                 num_bytes = coded(codec, rows, dim, element_bytes) if codec else plain
-                joint[sender, receiver] = joint.get((sender, receiver), 0) + num_bytes
-        messages += [
-            (sender, receiver, num_bytes) for (sender, receiver), num_bytes in joint.items()
-        ]
+                pair = (sender, receiver)
+                bytes_of_pair[pair] = bytes_of_pair.get(pair, 0) + num_bytes
+        for (sender, receiver), num_bytes in bytes_of_pair.items():
+            messages.append((sender, receiver, num_bytes))
     return messages
 
 

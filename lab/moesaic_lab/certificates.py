@@ -55,12 +55,7 @@ class CertificateOptions(PagedOptions):
 def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Return a row per system, number of ranks, situation and quantity, and one per system that
     cannot run."""
-    names: list[str] = [] if options.only else list(SYSTEMS)
-    for asked in options.only.split(",") if options.only else []:
-        meant = [name for name in SYSTEMS if f"{name}-".startswith(f"{asked}-")]
-        if not meant:
-            raise InputError(f"only={asked}: choose among {', '.join(SYSTEMS)}")
-        names += meant
+    names = _chosen(options.only)
     rows: list[dict[str, Any]] = []
     for name in names:
         system = SYSTEMS[name]
@@ -82,38 +77,55 @@ def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[s
     ]
 
 
+def _chosen(only: str | None) -> list[str]:
+    """Return the names of the systems to test, from the value of the option `only`."""
+    if not only:
+        return list(SYSTEMS)
+    names: list[str] = []
+    for prefix in only.split(","):
+        # "a" means "a" and "a-b", but not "ab".
+        matching = [name for name in SYSTEMS if f"{name}-".startswith(f"{prefix}-")]
+        if not matching:
+            raise InputError(f"only={prefix}: choose among {', '.join(SYSTEMS)}")
+        names += matching
+    return names
+
+
 def _certified(name: str, world: int) -> list[dict[str, Any]]:
     """Return the findings for a system on a number of ranks, or its failure."""
     try:
-        rows: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[
-            0
-        ]
+        rows_of_ranks = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)
     except Exception as error:
-        return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
+        last_line = str(error).strip().splitlines()[-1]
+        return [{"failed": f"{type(error).__name__}: {last_line}"}]
+    rows: list[dict[str, Any]] = rows_of_ranks[0]  # all ranks return the same
     return rows
 
 
 def _rank(name: str) -> list[dict[str, Any]]:
     """Return the findings for a system's experts and its whole layer, on this rank."""
-    torch._dynamo.config.disable = (
-        True  # some systems compile single functions, which says nothing about their exchange
-    )
-    rows = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
-    layers = certify(SYSTEMS[name].layer)
-    return rows + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in layers]
+    # Some systems compile single functions, which says nothing about their exchange.
+    torch._dynamo.config.disable = True
+    system = SYSTEMS[name]
+    rows = []
+    for each in certify(system.make):
+        rows.append(asdict(each) | {"holds": each.holds()})
+    for each in certify(system.layer):
+        rows.append(asdict(each) | {"holds": each.holds(), "is_layer": True})
+    return rows
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the number of other systems that ran and on the worst error of ours."""
-    ran = {SYSTEMS[row["system"]].package for row in rows if "quantity" in row}
-    own = [
-        row["error"] for row in rows if row["system"].startswith("moesaic") and "quantity" in row
-    ]
-    others = len(ran - {"moesaic"})
+    compared = [row for row in rows if "quantity" in row]
+    packages = {SYSTEMS[row["system"]].package for row in compared}
+    others = len(packages - {"moesaic"})
+    own = [row["error"] for row in compared if row["system"].startswith("moesaic")]
+
     planted = [row["caught"] for row in rows if "fault" in row]
     caught = Claim(name="certify.planted_caught", value=sum(planted), target=len(planted), op=">=")
     return [
-        *([caught] if planted else []),
+        *([caught] if planted else []),  # a run of only some systems plants no fault
         Claim(name="certificates.systems", value=others, target=SYSTEMS_ASKED, op=">="),
         Claim(name="certificates.moesaic_worst", value=max(own, default=None), target=1e-5),
     ]
@@ -143,15 +155,17 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     ]
     lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
-    lines += (
-        ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
-    )
-    said = (
-        f"- {row['system']}{', whole layer' if 'is_layer' in row else ''} on {row['world']} "
-        f"ranks, {row['situation']}: {_wrong(row)}"
-        for row in wrong
-    )
-    return "\n".join([*lines, *dict.fromkeys(said)])
+    if wrong:
+        lines += ["", "## Differences", ""]
+    else:
+        lines += ["", "No difference was found in these versions."]
+    differences = []
+    for row in wrong:
+        part = ", whole layer" if "is_layer" in row else ""
+        differences.append(
+            f"- {row['system']}{part} on {row['world']} ranks, {row['situation']}: {_wrong(row)}"
+        )
+    return "\n".join([*lines, *dict.fromkeys(differences)])  # each once, in order
 
 
 def _parted(
@@ -204,11 +218,15 @@ def _summary(rows: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> li
     summary = []
     for name in dict.fromkeys(row["system"] for row in rows):
         own = [row for row in rows if row["system"] == name]
-        cells = {
-            each: _cell([row for row in own if row.get("situation") == each]) for each in situations
-        }
-        if not any("quantity" in row for row in own):
-            cells = {each: own[0]["failed"] if each == situations[0] else "" for each in situations}
+        if any("quantity" in row for row in own):
+            cells = {
+                each: _cell([row for row in own if row.get("situation") == each])
+                for each in situations
+            }
+        else:
+            # A system that could not run has its reason in the first cell.
+            cells = dict.fromkeys(situations, "")
+            cells[situations[0]] = own[0]["failed"]
         summary.append({"system": name, "version": own[0]["version"], **cells})
     return summary
 
@@ -218,36 +236,40 @@ def _layer_summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     summary = _summary(rows, [each.name for each in LAYER_SITUATIONS])
     for row in summary:
         own = [each for each in rows if each["system"] == row["system"]]
-        over = [each for each in own if each["quantity"].startswith(AUXILIARY) and each["holds"]]
-        factors = sorted({f"{each['factor']:.3g}" for each in over})
-        row["over"] = (
-            f"{over[0]['quantity'].removeprefix(AUXILIARY)}, times {' or '.join(factors)}"
-            if over
-            else "has none"
-        )
-        row["clipping"] = (
-            _cell([each for each in own if each["quantity"] in CLIPPED]) or "not compared"
-        )
+        losses = [each for each in own if each["quantity"].startswith(AUXILIARY) and each["holds"]]
+        row["over"] = "has none"
+        if losses:
+            tokens = losses[0]["quantity"].removeprefix(AUXILIARY)
+            factors = sorted({f"{each['factor']:.3g}" for each in losses})
+            row["over"] = f"{tokens}, times {' or '.join(factors)}"
+        clipped = [each for each in own if each["quantity"] in CLIPPED]
+        row["clipping"] = _cell(clipped) or "not compared"
         row["capacity"] = row["capacity"] or "has none"
     return summary
 
 
 def _cell(own: Sequence[Mapping[str, Any]]) -> str:
-    """Return the wrong quantities of a system's findings in words."""
-    wrong = dict.fromkeys(
-        "fails" if row["failed"] else row["quantity"].partition(" over ")[0]
-        for row in own
-        if not row["holds"]
-    )
-    return (", ".join(wrong) or "passes") if own else ""
+    """Return the wrong quantities of a system's findings in words; "" if there are no findings."""
+    if not own:
+        return ""
+    wrong = []
+    for row in own:
+        if not row["holds"]:
+            wrong.append("fails" if row["failed"] else row["quantity"].partition(" over ")[0])
+    return ", ".join(dict.fromkeys(wrong)) or "passes"
 
 
 def _wrong(row: Mapping[str, Any]) -> str:
     """Return a wrong finding in words."""
-    if not row["failed"] and not math.isfinite(row["error"]):
-        return f"{row['quantity'].partition(' over ')[0]} is not a number"
-    by = f", {row['factor']:.4g} times what it should be" if row["factor"] is not None else ""
-    return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
+    if row["failed"]:
+        return str(row["failed"])
+    if not math.isfinite(row["error"]):
+        name, _, _ = row["quantity"].partition(" over ")
+        return f"{name} is not a number"
+    wrong = f"{row['quantity']} wrong by {row['error']:.1e}"
+    if row["factor"] is None:
+        return wrong
+    return f"{wrong}, {row['factor']:.4g} times what it should be"
 
 
 BENCHMARK = Benchmark(

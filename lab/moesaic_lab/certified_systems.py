@@ -1,5 +1,11 @@
 """The systems whose expert parallelism `moesaic bench certificates` tests: for each, its experts
-and its whole layer."""
+and its whole layer.
+
+A `LayerSpec` gives the weights of all experts (`whole`), of which a rank owns a part (`own`): gate
+w1, up w3, down w2, (experts, out, in) each. `run` gets tokens x, (tokens, dim), and of each token
+the numbers of its experts and their routing weights (gates), (tokens, top_k) each. Gradients are
+those of this rank's experts. `clip` returns the norm of all gradients before clipping.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +66,12 @@ class TransformersExperts(_OnMesh):
             experts_implementation=self.backend,
         )
         self.experts: Any = modeling.MixtralExperts(config)
-        self.experts.gate_up_proj = nn.Parameter(torch.cat([own.w1, own.w3], 1))
+        gate_up = torch.cat([own.w1, own.w3], 1)
+        self.experts.gate_up_proj = nn.Parameter(gate_up)
         self.experts.down_proj = nn.Parameter(own.w2.clone())
         self.experts._is_expert_parallel = True
         module, _, name = self.implementation.partition(":")
+        # The ranks that have the same tokens: all of ep, or only this one, as tp has one rank.
         sharing = mesh if self.shares_tokens else self.mesh["tp"]
         self.ep = getattr(import_module(module), name)(self.experts, mesh, sharing)
 
@@ -91,9 +99,9 @@ class TorchtitanExperts(_OnMesh):
         self._dispatcher_type = module.AllToAllTokenDispatcher
         self._num_experts = whole.num_experts
         self._mesh = mesh
-        self.w1, self.w3, self.w2 = (
-            each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)
-        )
+        self.w1 = own.w1.clone().requires_grad_()
+        self.w3 = own.w3.clone().requires_grad_()
+        self.w2 = own.w2.clone().requires_grad_()
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Dispatch, multiply expert by expert, combine."""
@@ -103,10 +111,11 @@ class TorchtitanExperts(_OnMesh):
         dispatcher.wire_meshes(ep_mesh=self._mesh)
         counts = torch.bincount(experts.flatten(), minlength=self._num_experts)
         rows, arrived, metadata = dispatcher.dispatch(x, gates, experts, counts)
-        results = [
-            (F.silu(part @ self.w1[number].T) * (part @ self.w3[number].T)) @ self.w2[number].T
-            for number, part in enumerate(rows.split(arrived.tolist()))
-        ]
+        results = []
+        for number, part in enumerate(rows.split(arrived.tolist())):  # the rows of an expert
+            gate = part @ self.w1[number].T
+            up = part @ self.w3[number].T
+            results.append((F.silu(gate) * up) @ self.w2[number].T)
         y: Tensor = dispatcher.combine(torch.cat(results), metadata, x)
         return y
 
@@ -127,6 +136,7 @@ class DeepSpeedExperts(AbstractRoutedExperts):
             experts = import_module("deepspeed.moe.experts").Experts(
                 _OneExpert(own), own.num_experts
             )
+        # `Experts` has copied one expert; each copy gets the weights of its own.
         for number, expert in enumerate(experts.deepspeed_experts):
             for name in ("w1", "w3", "w2"):
                 getattr(expert, name).data.copy_(getattr(own, name)[number])
@@ -143,10 +153,11 @@ class DeepSpeedExperts(AbstractRoutedExperts):
 
     def gradients(self) -> MoEWeights:
         """Stack the gradients of the single experts."""
-        each = self.layer.experts.deepspeed_experts
-        return MoEWeights(
-            *(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2"))
-        )
+        experts = self.layer.experts.deepspeed_experts
+        w1 = torch.stack([_gradient(expert.w1) for expert in experts])
+        w3 = torch.stack([_gradient(expert.w3) for expert in experts])
+        w2 = torch.stack([_gradient(expert.w2) for expert in experts])
+        return MoEWeights(w1, w3, w2)
 
 
 class MoesaicLayer(AbstractMoELayer):
@@ -182,14 +193,15 @@ class MoesaicLayer(AbstractMoELayer):
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
-        return MoEWeights(
-            w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight)
-        )
+        w2 = _gradient(self.layer.experts.w2)
+        router = _gradient(self.layer.router.weight)
+        return MoEWeights(w1, w3, w2, router)
 
     def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
         """Average gradients over dp and clip them, as before an optimizer step; then undo the
         mean."""
         average_gradients(self.layer, self.mesh)
+        # The expected gradients are sums over dp: their norm is dp times that of the means.
         dp = self.mesh.grid.dp
         module = nn.ModuleList([self.layer, nn.ParameterList([dense])])
         _gradient(dense).div_(dp)
@@ -227,9 +239,8 @@ class TransformersLayer(AbstractMoELayer):
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route the tokens and run the experts."""
         logits, gates, experts = self.router(x)
-        return self.experts.run(x, experts, gates), self.loss(
-            (logits,), len(self.router.weight), self.top_k
-        )
+        y = self.experts.run(x, experts, gates)
+        return y, self.loss((logits,), len(self.router.weight), self.top_k)
 
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
@@ -241,9 +252,9 @@ class TransformersLayer(AbstractMoELayer):
             _sum_gradient(self.router.weight, self.group)
         experts = self.experts.experts
         mesh = self.experts.mesh
-        parameters = _placed(
-            [self.router.weight, dense], [experts.gate_up_proj, experts.down_proj], mesh
-        )
+        same = [self.router.weight, dense]
+        split = [experts.gate_up_proj, experts.down_proj]
+        parameters = _placed(same, split, mesh)
         trainer: Any = import_module("transformers").Trainer
         return float(trainer._mixed_mesh_grad_norm(None, nn.ParameterList(parameters), max_norm))
 
@@ -280,7 +291,9 @@ class TorchtitanLayer(AbstractMoELayer):
         """Clip as torchtitan does, with DTensors as in its models."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
-        parameters = _placed([self.router.gate.weight, dense], [own.w1, own.w3, own.w2], own.mesh)
+        same = [self.router.gate.weight, dense]
+        split = [own.w1, own.w3, own.w2]
+        parameters = _placed(same, split, own.mesh)
         clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
         return float(clip(parameters, max_norm, ep_enabled=True))
 
@@ -328,12 +341,14 @@ class DeepSpeedMoELayer(AbstractMoELayer):
 class _OneExpert(nn.Module):
     def __init__(self, weights: MoEWeights) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = (
-            nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2)
-        )
+        self.w1 = nn.Parameter(weights.w1[0].clone())
+        self.w3 = nn.Parameter(weights.w3[0].clone())
+        self.w2 = nn.Parameter(weights.w2[0].clone())
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
+        gate = F.linear(rows, self.w1)
+        up = F.linear(rows, self.w3)
+        return F.linear(F.silu(gate) * up, self.w2)
 
 
 class _GivenGate(nn.Module):
@@ -348,21 +363,28 @@ class _GivenGate(nn.Module):
         self.gates = torch.empty(0)
 
     def forward(self, x: Tensor, *rest: object) -> tuple[Any, ...]:
+        """Return loss, capacity, number of experts; the expert, the place in its buffer and the
+        weight of each copy, (top_k, tokens); and the copies per expert."""
         chosen_KT = self.experts.T.contiguous()
-        one_hot = F.one_hot(chosen_KT.flatten(), self.num_experts)
-        place = (
-            (one_hot.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
-        )
-        capacity = one_hot.sum(0).max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
+        chosen = chosen_KT.flatten()
+        one_hot = F.one_hot(chosen, self.num_experts)
+        counts = one_hot.sum(0)
+
+        # A copy's place is the number of copies before it that chose the same expert.
+        places = one_hot.cumsum(0) - 1
+        places = places.gather(1, chosen.unsqueeze(1))
+        places = places.view_as(chosen_KT)
+
+        capacity = counts.max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
         return (
             x.new_zeros(()),
             capacity,
             self.num_experts,
             chosen_KT,
-            place,
+            places,
             self.gates.T,
-            one_hot.sum(0),
+            counts,
         )
 
 
@@ -390,9 +412,9 @@ def _placed(
     ]
     placed += [(weight, mesh["ep"], Shard(0)) for weight in split]
     parameters = []
-    for weight, of_weight, place in placed:
-        parameter = nn.Parameter(DTensor.from_local(weight.detach(), of_weight, [place]))
-        parameter.grad = DTensor.from_local(_gradient(weight), of_weight, [place])
+    for weight, axis, placement in placed:
+        parameter = nn.Parameter(DTensor.from_local(weight.detach(), axis, [placement]))
+        parameter.grad = DTensor.from_local(_gradient(weight), axis, [placement])
         parameters.append(parameter)
     return parameters
 
@@ -406,7 +428,10 @@ def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
 
 def _expert_gradients(experts: Any) -> MoEWeights:
     """Return the gradients of w1, w3 and w2."""
-    return MoEWeights(*(_gradient(getattr(experts, name)) for name in ("w1", "w3", "w2")))
+    w1 = _gradient(experts.w1)
+    w3 = _gradient(experts.w3)
+    w2 = _gradient(experts.w2)
+    return MoEWeights(w1, w3, w2)
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -458,13 +483,14 @@ def _under_transformers() -> dict[str, CertifiedSystem]:
             }
             experts = type("Experts", (TransformersExperts,), options)
             layer = type("Layer", (TransformersLayer,), {"kind": experts, "shares_tokens": shares})
-            of, _, mode = implementation.partition(":")
-            plain = backend == "moesaic" or (name == "transformers" and backend == "eager")
-            systems[name if plain else f"{name}-{backend}"] = CertifiedSystem(
-                of.partition(".")[0],
-                f"{mode} under Mixtral's {backend} experts{', one batch for all ranks' * shares}",
-                experts,
-                MoesaicLayer if name == "moesaic" else layer,
+            module, _, mode = implementation.partition(":")
+            package = module.partition(".")[0]
+            what = f"{mode} under Mixtral's {backend} experts"
+            if shares:
+                what += ", one batch for all ranks"
+            needs_no_suffix = backend == "moesaic" or (name, backend) == ("transformers", "eager")
+            systems[name if needs_no_suffix else f"{name}-{backend}"] = CertifiedSystem(
+                package, what, experts, MoesaicLayer if name == "moesaic" else layer
             )
     return systems
 

@@ -101,8 +101,9 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Return one table with the worst error of every quantity, and one with the planted bugs."""
-    bugs = Shown(title="Planted bugs").of(result["mutants"])
-    return Shown(title="Worst errors").of(rows(result)[: len(result["worst_errors"])]) + bugs
+    errors = rows(result)[: len(result["worst_errors"])]
+    bugs = result["mutants"]
+    return Shown(title="Worst errors").of(errors) + Shown(title="Planted bugs").of(bugs)
 
 
 def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[str, Any]:

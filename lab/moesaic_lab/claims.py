@@ -71,9 +71,13 @@ class Claim:
             "op": self.op,
             "holds": self.holds,
         }
-        data |= {} if self.interval is None else {"interval": list(self.interval)}
-        data |= {"case": self.case} if self.case else {}
-        return data | ({"reason": self.reason} if self.reason else {})
+        if self.interval is not None:
+            data["interval"] = list(self.interval)
+        if self.case:
+            data["case"] = self.case
+        if self.reason:
+            data["reason"] = self.reason
+        return data
 
 
 class NotMeasuredError(Exception):
@@ -105,7 +109,8 @@ def figures(rows: Sequence[Mapping[str, Any]], key: str, **others: object) -> li
     values = [
         row[key]
         for row in rows
-        if row.get(key) is not None and all(row.get(k) == v for k, v in others.items())
+        if row.get(key) is not None
+        and all(row.get(other) == value for other, value in others.items())
     ]
     if not values:
         raise NotMeasuredError("not run")
@@ -220,7 +225,10 @@ def describe_machine() -> dict[str, Any]:
     """Return the processor's name, the number of cores, and the operating system with its
     architecture."""
     path = Path("/proc/cpuinfo")
-    name = processor(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
+    text = ""
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    name = processor(text)
     return {
         "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -235,9 +243,14 @@ def processor(cpuinfo: str) -> str:
     Virtual machines hide the model: "AMD EPYC" may be of any generation, so the numbers of family
     and model follow.
     """
-    lines = (line.partition(":") for line in cpuinfo.split("\n\n", maxsplit=1)[0].splitlines())
+    first_core = cpuinfo.split("\n\n", maxsplit=1)[0]
+    lines = (line.partition(":") for line in first_core.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     if not fields.get("model name"):
         return ""
-    numbers = ", ".join(f"{part} {fields[key]}" for part, key in FAMILY.items() if fields.get(key))
-    return fields["model name"] + (f" ({numbers})" if numbers else "")
+    numbers = []
+    for part, key in FAMILY.items():
+        if fields.get(key):
+            numbers.append(f"{part} {fields[key]}")
+    suffix = f" ({', '.join(numbers)})" if numbers else ""
+    return fields["model name"] + suffix

@@ -124,16 +124,14 @@ def pair(codecs: str) -> tuple[str, str]:
 
 def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, float]:
     """Train; return the validation loss in nats and the task's score (BLEU or perplexity)."""
-    lines = trained_on(WORLD, config, backend="gloo" if config.device.startswith("cpu") else "nccl")
-    loss = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
+    backend = "gloo" if config.device.startswith("cpu") else "nccl"
+    lines = trained_on(WORLD, config, backend=backend)
+    losses = [line["val_loss"] for line in lines if "val_loss" in line]
+    loss = losses[-1]
     if task == "language":
         return {"val_loss": loss, "score": math.exp(loss)}
-    return {
-        "val_loss": loss,
-        "score": bleu(
-            load_trained(Path(config.out), config.device, task_of(config)), most_sentences
-        ),
-    }
+    trained = load_trained(Path(config.out), config.device, task_of(config))
+    return {"val_loss": loss, "score": bleu(trained, most_sentences)}
 
 
 def bleu(trained: Trained, most: int) -> float:
@@ -159,12 +157,14 @@ def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the token ids of held-back messages and their translations, with the same split as in
     the model's training run."""
     length = trained.config.model.seq_len
+    half = length // 2
     tokens = load_pairs(trained.config.data, length, trained.folder / "tokenizer.json").val
-    for row in tokens[: len(tokens) // length * length].reshape(-1, length).tolist():
-        half = length // 2
-        source, target = (
-            [token for token in part if token != PADDING] for part in (row[:half], row[half + 1 :])
-        )
+    num_rows = len(tokens) // length
+
+    # A row: the padded message, one position of padding, and the padded translation.
+    for row in tokens[: num_rows * length].reshape(-1, length).tolist():
+        source = [token for token in row[:half] if token != PADDING]
+        target = [token for token in row[half + 1 :] if token != PADDING]
         yield source, target
 
 
@@ -184,17 +184,12 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
         "translation": (options.translation, options.translation_steps),
         "language": (options.language, options.language_steps),
     }
-    trained = [
-        (task, name, codecs, times * steps)
-        for task, (name, steps) in tasks.items()
-        for codecs, times in (
-            (DENSE, 1),
-            *((each, 1) for each in options.codecs),
-            (DENSE, 2),
-            (PLAIN, 2),
-        )
-        if name
-    ]
+    # Codecs, and the factor of the steps.
+    variants = [(DENSE, 1), *((each, 1) for each in options.codecs), (DENSE, 2), (PLAIN, 2)]
+    trained: list[tuple[Task, str, str, int]] = []
+    for task, (name, steps) in tasks.items():
+        if name:
+            trained += [(task, name, codecs, factor * steps) for codecs, factor in variants]
 
     def run(task: Task, config: TrainConfig) -> dict[str, float]:
         with TemporaryDirectory() as out:
@@ -205,29 +200,33 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
     def label(task: Task, name: str, codecs: str, steps: int, seed: int) -> str:
         return f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}-{seed}"
 
-    runs = {
-        label(task, name, codecs, steps, seed): partial(
-            run, task, configuration(name, Path(), steps, seed, codecs, options.device)
-        )
-        for seed in options.seeds
-        for task, name, codecs, steps in trained
-        if seed == options.seeds[0] or steps == tasks[task][1]
-    }
+    runs = {}
+    for seed in options.seeds:
+        for task, name, codecs, steps in trained:
+            _, usual_steps = tasks[task]
+            if seed == options.seeds[0] or steps == usual_steps:
+                config = configuration(name, Path(), steps, seed, codecs, options.device)
+                runs[label(task, name, codecs, steps, seed)] = partial(run, task, config)
     results = dict(each_kept(options.keep, runs, told))
-    labels = {each: [label(*each, seed) for seed in options.seeds] for each in trained}
-    return [
-        row(*each, [results[one] for one in of_seeds if one in results])
-        for each, of_seeds in labels.items()
-    ]
+
+    rows = []
+    for each in dict.fromkeys(trained):
+        labels = [label(*each, seed) for seed in options.seeds]
+        rows.append(row(*each, [results[one] for one in labels if one in results]))
+    return rows
 
 
 def row(
     task: Task, name: str, codecs: str, steps: int, results: list[dict[str, float]]
 ) -> dict[str, Any]:
     """Return a row of the table from the results of its seeds."""
-    scores, losses = ([result[key] for result in results] for key in ("score", "val_loss"))
+    scores = [result["score"] for result in results]
+    losses = [result["val_loss"] for result in results]
     forward, backward = pair(codecs)
-    published = PUBLISHED.get((forward, backward))
+    published = None
+    if (forward, backward) in PUBLISHED:
+        bleu_score, perplexity = PUBLISHED[forward, backward]
+        published = perplexity if task == "language" else bleu_score
     return {
         "task": task,
         "model": name,
@@ -239,15 +238,14 @@ def row(
         "most": max(scores),
         "scores": scores,
         "val_loss": statistics.mean(losses),
-        "published": None if published is None else published[task == "language"],
+        "published": published,
     }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims about the translation and the language model."""
-    translated, written = (
-        [r for r in rows if r["task"] == task] for task in ("translation", "language")
-    )
+    translated = [row for row in rows if row["task"] == "translation"]
+    written = [row for row in rows if row["task"] == "language"]
     return [*claims_of(translated, "bleu", 1), *claims_of(written, "perplexity", -1)]
 
 
@@ -266,9 +264,11 @@ def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]
     steps = min((row["steps"] for row in rows), default=0)
 
     def scores(codec: str, times: int = 1) -> list[float]:
+        """Return the score of each seed, after `times` the usual steps."""
         return figures(rows, "scores", codec=codec, backward_codec=PLAIN, steps=times * steps)[0]  # type: ignore[return-value]
 
     def gains() -> list[float]:
+        """Return by how much the experts are better than the dense model, with each seed."""
         return [
             better * (sparse - dense)
             for sparse, dense in zip(scores(PLAIN), scores(DENSE), strict=True)
@@ -283,10 +283,12 @@ def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]
 
     def int8_over_zfp() -> float:
         """Return by how much int8 moves the mean more than zfp does, as the paper finds."""
-        moved = [apart(scores(codec), scores(PLAIN)) for codec in ("int8", "zfp")]
-        return moved[0] - moved[1]
+        by_int8 = apart(scores("int8"), scores(PLAIN))
+        by_zfp = apart(scores("zfp"), scores(PLAIN))
+        return by_int8 - by_zfp
 
     def below(name: str, value: Callable[[], float], bound: Callable[[], float]) -> Claim:
+        """Claim that a value is at most a bound, which is measured too."""
         try:
             return Claim(name=f"codec.{name}_{unit}", value=value(), unit=unit, target=bound())
         except NotMeasuredError as reason:

@@ -46,11 +46,14 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
     of_bound = []
     for seed in options.seeds:
         rows = draw(kind, options.rows, options.dim, seed).to(DTYPES[dtype])
-        decoded = codec.decode(codec.encode(rows), options.rows, options.dim, rows.dtype)
+        encoded = codec.encode(rows)
+        decoded = codec.decode(encoded, options.rows, options.dim, rows.dtype)
         error = decoded.double() - rows.double()
         errors.append(float(error.norm() / rows.double().norm()))
         bound = codec.error_bound(rows)
-        of_bound.append(float(torch.where(bound > 0, error.abs() / bound, 0.0).max()))
+        # A value that must be exact, with a bound of 0, would divide by 0.
+        shares = torch.where(bound > 0, error.abs() / bound, 0.0)
+        of_bound.append(float(shares.max()))
     num_bytes = codec.num_bytes(options.rows, options.dim, DTYPES[dtype])
     return {
         "dtype": dtype,
@@ -63,12 +66,17 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
 
 
 def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
-    """Return random rows, (rows, dim) float64."""
+    """Return random rows, (rows, dim) float64.
+
+    Heavy-tailed values are Student's t with 2 degrees of freedom: a normal draw over the root of
+    the mean of 2 squared normal draws.
+    """
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
     if kind == "gaussian":
         return normal
-    squares = torch.randn(2, rows, dim, generator=generator, dtype=torch.float64).square().sum(0)
+    draws = torch.randn(2, rows, dim, generator=generator, dtype=torch.float64)
+    squares = draws.square().sum(0)
     return normal / (squares / 2).sqrt()
 
 

@@ -30,9 +30,12 @@ def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> Clu
     """
     inside = bed.intra_bytes_per_second
     loopback = UNSHAPED_GBPS if inside is None else _gbps(inside)
-    each = (bed.inter,) if isinstance(bed.inter, str) else bed.inter
-    rates = tuple(_gbps(bed.inter_bytes_per_second(node)) for node in range(len(each)))
-    shown = f"{bed.nodes} nodes of {bed.ranks_per_node} processes, {', '.join(each)} between them"
+
+    # One rate between nodes stands for all nodes, or each node has its own.
+    inter = (bed.inter,) if isinstance(bed.inter, str) else bed.inter
+    rates = tuple(_gbps(bed.inter_bytes_per_second(node)) for node in range(len(inter)))
+
+    shown = f"{bed.nodes} nodes of {bed.ranks_per_node} processes, {', '.join(inter)} between them"
     return ClusterSpec(
         name=f"bed-{bed.nodes}x{bed.ranks_per_node}",
         description=f"emulated: {shown}, {bed.intra or 'nothing'} on the loopback interface",
@@ -61,7 +64,14 @@ def _gbps(bytes_per_second: float) -> float:
 
 def _shaped(devices: int, rates: tuple[float, ...], per_message: int) -> Link:
     """Return the nodes' links. Every second full packet is acknowledged; acknowledgements are
-    charged like packets."""
+    charged like packets.
+
+    Args:
+        devices: ranks per node.
+        rates: Gb/s of each node's link, or of all.
+        per_message: least bytes that each packet is charged.
+    """
+    # Of what two full packets and their acknowledgement are charged, the packets carry this share.
     share = 2 * _MTU / (2 * _MTU + per_message)
     return Link(
         name="eth",

@@ -29,13 +29,18 @@ def best_experts(load: ExpertLoad) -> np.ndarray:
 
 def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
     """Minimise the rows at the busiest place; if `most` is given, bound them by `most` and minimise
-    rows between nodes."""
+    rows between nodes.
+
+    An expert has an instance in each replica of all experts (the axis edp), at the same place of
+    ep in all of them. So every pair of replica and place has a load.
+    """
     from scipy.sparse import kron, vstack
 
     experts = len(load.order)
     ep = load.grid.ep
+    # Loads are relative to the mean place of the fullest replica: the solver wants them near 1.
     scale = load.weight.sum(1).max() / ep or 1.0
-    rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])
+    rows = vstack([kron(of_replica[None], np.eye(ep)) for of_replica in load.weight / scale])
     room = np.full(ep, experts // ep)
     crossing = load.crossing / max(load.crossing.sum(), 1.0)
     if most is None:
@@ -65,30 +70,31 @@ def assign_by_program(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
 
+    # Variables: whether a thing is at a place (0 or 1), thing by thing, and last the largest load.
     things, places = cost.shape
-    once = kron(np.eye(things), np.ones((1, places)))
-    full = kron(np.ones((1, things)), np.eye(places))
-    matrix = vstack([once, full] if loads is None else [once, full, loads])
-    num_loads = matrix.shape[0] - things - places
-    above = coo_array(
-        np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None]
-    )
-    fixed = np.concatenate([np.ones(things), room])
     everywhere = np.ones(things * places)
+    objective = np.append(cost.reshape(-1).astype(np.float64), float(not cost.any()))
+    at_most = everywhere if allowed is None else allowed.reshape(-1).astype(float)
+
+    # Rows: a thing has one place; a place is full; a load less the largest one is at most 0.
+    places_of_thing = kron(np.eye(things), np.ones((1, places)))
+    things_of_place = kron(np.ones((1, things)), np.eye(places))
+    constraints = [places_of_thing, things_of_place]
+    matrix = vstack(constraints if loads is None else [*constraints, loads])
+    num_loads = matrix.shape[0] - things - places
+    not_loads = np.zeros(things + places)
+    are_loads = np.full(num_loads, -1.0)
+    largest_column = coo_array(np.concatenate([not_loads, are_loads])[:, None])
+    sums = np.concatenate([np.ones(things), room])
     solution = milp(
-        np.append(cost.reshape(-1).astype(np.float64), float(not cost.any())),
+        objective,
         constraints=LinearConstraint(
-            csr_array(hstack([matrix, above])),
-            np.append(fixed, np.full(num_loads, -np.inf)),
-            np.append(fixed, np.zeros(num_loads)),
+            csr_array(hstack([matrix, largest_column])),
+            np.append(sums, np.full(num_loads, -np.inf)),
+            np.append(sums, np.zeros(num_loads)),
         ),
         integrality=np.append(everywhere, 0),
-        bounds=Bounds(
-            0,
-            np.append(
-                everywhere if allowed is None else allowed.reshape(-1).astype(float), largest
-            ),
-        ),
+        bounds=Bounds(0, np.append(at_most, largest)),
         options={"mip_rel_gap": 0.0},
     )
     assert solution.x is not None, (
@@ -101,12 +107,19 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     """Return a placement with the least modelled time; rates are those of `SampleLoad.seconds`."""
     from scipy.sparse import csr_array
 
+    # Seconds that each sample adds at each rank, to its link inside the node and to that across.
     inside, across = load.rows
-    tables = [inside.astype(np.float64) * intra, across.astype(np.float64) * inter]
+    inside_seconds = inside.astype(np.float64) * intra
+    across_seconds = across.astype(np.float64) * inter
+    tables = [inside_seconds, across_seconds]
     samples, ranks = inside.shape
+
+    # A sample may only move among the ranks of its replica.
     allowed = np.zeros((samples, ranks), dtype=bool)
     for group in load.replicas:
         allowed[np.ix_(np.isin(load.homes.rank, group), group)] = True
+
+    # The two loads are the sums over all samples at their ranks.
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
     room = np.full(ranks, load.homes.slots)

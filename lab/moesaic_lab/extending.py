@@ -117,18 +117,18 @@ def extensions(page: str) -> list[Extension]:
     the order of `KINDS`."""
     parts = []
     for kind, heading in KINDS.items():
-        section = (
-            page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-            if f"\n## {heading}\n" in page
-            else ""
-        )
+        _, _, after_heading = page.partition(f"\n## {heading}\n")
+        section, _, _ = after_heading.partition("\n## ")
         blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+        # A block begins with a comment: "# FILE" for a whole file, "# FILE, in DICT" for an entry.
         files = [block for block in blocks if re.match(r"# \S+\.py\n", block)]
         lines = [_line(block) for block in blocks if re.match(r"# \S+\.py, in \w+\n", block)]
         if files and lines:
             assert len(files) == 1, f"{heading}: one file a part, the page shows {len(files)}"
             path = files[0].split("\n", 1)[0].removeprefix("# ")
-            parts.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
+            code = files[0]
+            parts.append(Extension(kind=kind, path=path, code=code, lines=tuple(lines)))
     return parts
 
 
@@ -159,31 +159,30 @@ def _with(text: str, line: RegistryLine) -> str:
     after the module's own."""
     rows = text.splitlines(keepends=True)
     module = ast.parse(text)
-    literals = [
-        node.value
-        for node in module.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and isinstance(node.value, ast.Dict)
-        and line.registry
-        in [
-            ast.unparse(target)
-            for target in getattr(node, "targets", [getattr(node, "target", None)])
-        ]
-    ]
+    literals = []
+    for node in module.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if line.registry in map(ast.unparse, targets):
+                literals.append(node.value)
     assert len(literals) == 1, f"{line.path} has {len(literals)} dicts named {line.registry}"
     (registry,) = literals
+
+    # The entry goes before the dict's closing brace.
     last = (registry.end_lineno or 0) - 1
-    column = (registry.end_col_offset or 0) - 1
-    before = "".join(rows[:last]) + rows[last][:column]
+    brace = (registry.end_col_offset or 0) - 1
+    before = "".join(rows[:last]) + rows[last][:brace]
     comma = "" if before.rstrip().endswith((",", "{")) else ", "
-    rest = rows[last][column:] + "".join(rows[last + 1 :])
-    imported = max(
+    rest = rows[last][brace:] + "".join(rows[last + 1 :])
+
+    # The imports go after the module's last one.
+    num_head = max(
         node.end_lineno or 0
         for node in module.body
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
-    head = "".join(rows[:imported])
-    body = before[len("".join(rows[:imported])) :]
+    head = "".join(rows[:num_head])
+    body = before[len(head) :]
     return f"{head}{line.imports}{body}{comma}{line.entry}{rest}"
 
 
@@ -206,7 +205,8 @@ def sources(root: Path) -> dict[Path, bytes]:
 def contracts(kind: str, guide: str) -> list[str]:
     """Return the tests that CONTRIBUTING.md names for a kind of part."""
     row = next(line for line in guide.splitlines() if line.startswith(f"| {kind} |"))
-    paths = re.findall(r"`(tests/[\w/.]+)`", row.rsplit("|", 2)[1])
+    _, last_cell, _ = row.rsplit("|", 2)
+    paths = re.findall(r"`(tests/[\w/.]+)`", last_cell)
     assert paths, f"CONTRIBUTING.md names no test for {kind}"
     return paths
 
@@ -250,13 +250,14 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
             "first_failure": "",
         }
         if tests:
-            row |= tested(
-                root,
-                contracts(extension.kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
-            )
+            guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+            row |= tested(root, contracts(extension.kind, guide))
         if extension.kind not in FIELDS:
             return [row]
-        done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
+
+        # Another process imports the copy of the package, which has the part.
+        field = FIELDS[extension.kind]
+        done = run_in(root, "-m", "moesaic_lab.extending", field, str(row["name"]))
         if done.returncode:
             raise InputError(
                 f"{extension.kind} {row['name']} cannot be simulated: "
@@ -270,13 +271,10 @@ def tested(root: Path, paths: list[str]) -> dict[str, Any]:
     that failed."""
     pytest = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow")
     done = run_in(root, *pytest, *paths)
-    passed, failed = (
-        sum(
-            int(number)
-            for number in re.findall(rf"(\d+) {word}", done.stdout.strip().splitlines()[-1])
-        )
-        for word in ("passed", "(?:failed|error)")
-    )
+    # pytest ends with a line such as "1 failed, 20 passed, 1 error in 3.21s".
+    last_line = done.stdout.strip().splitlines()[-1]
+    passed = sum(map(int, re.findall(r"(\d+) passed", last_line)))
+    failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", last_line)))
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode and not failed:
         raise InputError(
@@ -304,7 +302,7 @@ def simulated(field: str, value: str) -> Rows:
         simulator = Simulator(spec)
         world = nodes * spec.devices_per_node
         refusal = ""
-        before = len(rows)
+        num_before = len(rows)
         layer = Workload(
             tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16"
         )
@@ -319,7 +317,9 @@ def simulated(field: str, value: str) -> Rows:
                 continue
             counts = uniform_counts(grid.dp, layer)
             runs, replicated = decided(simulator, compiled, layer, counts)
-            for number, program in enumerate((runs.forward, runs.backward)):
+            even = simulate_even(simulator, compiled, layer)
+            programs = {"forward": runs.forward, "backward": runs.backward}
+            for (direction, program), even_pass in zip(programs.items(), even):
                 sizes = sizes_of(
                     program,
                     layer,
@@ -328,19 +328,19 @@ def simulated(field: str, value: str) -> Rows:
                     replicated=replicated,
                     shapes=runs.shapes(layer.num_experts),
                 )
-                exact = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
-                even = simulate_even(simulator, compiled, layer)[number].seconds
+                exact_seconds = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
+                even_seconds = even_pass.seconds
                 rows.append(
                     {
                         "nodes": nodes,
                         "tp": tp,
-                        "pass": ("forward", "backward")[number],
-                        "even_ms": 1e3 * even,
-                        "exact_ms": 1e3 * exact,
-                        "even_over_exact": even / exact,
+                        "pass": direction,
+                        "even_ms": 1e3 * even_seconds,
+                        "exact_ms": 1e3 * exact_seconds,
+                        "even_over_exact": even_seconds / exact_seconds,
                     }
                 )
-        if len(rows) == before:
+        if len(rows) == num_before:
             raise InputError(
                 f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}"
             )
@@ -351,6 +351,7 @@ def claims(rows: Rows) -> list[Claim]:
     """Return claims on the worst simulation ratio, the files touched and the failed contract
     tests."""
     ratios = [row["even_over_exact"] for row in rows if row.get("even_over_exact") is not None]
+    # A ratio of 0.5 is as wrong as one of 2.
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
     failed = [row["tests_failed"] for row in rows]
     is_tested = all(row["tests_passed"] for row in rows)

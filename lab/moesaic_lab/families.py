@@ -1,5 +1,9 @@
 """Tiny random models of every model family in transformers whose experts support its interface for
-expert implementations."""
+expert implementations.
+
+A family is one modeling file of transformers. Its configuration classes name the same size in
+different ways, so a tiny model sets those fields of `SIZES` that its class has.
+"""
 
 from __future__ import annotations
 
@@ -133,26 +137,32 @@ def families() -> list[Family]:
 
 def shrunk(kind: type) -> Any:
     """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are
-    derived again."""
+    derived again.
+
+    Args:
+        kind: a configuration class of transformers.
+    """
     default = kind()
     table = default.to_dict()
-    inner = getattr(kind, "sub_configs", {})
+    nested = getattr(kind, "sub_configs", {})
     fields: dict[str, Any] = {
-        key: value for key, value in SIZES.items() if key in table and key not in inner
+        key: value for key, value in SIZES.items() if key in table and key not in nested
     }
     if "kv_lora_rank" in table:  # latent attention has no grouped heads
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    fields |= {
-        key: shrunk(type(getattr(default, key)))
-        for key in inner
-        if getattr(default, key, None) is not None
-    }
+    for key in nested:
+        inner = getattr(default, key, None)
+        if inner is not None:
+            fields[key] = shrunk(type(inner))
     fields |= OWN.get(getattr(kind, "model_type", ""), {})
+
+    # Lists with an entry per layer become as short as the tiny model, which has four layers. Some
+    # classes derive them from the sizes, others demand them, and others keep the long default.
     layers = table.get("num_hidden_layers")
     per_layer = {
-        k: v[:4]
-        for k, v in table.items()
-        if isinstance(v, list) and len(v) == layers and k not in inner
+        key: value[:4]
+        for key, value in table.items()
+        if isinstance(value, list) and len(value) == layers and key not in nested
     }
     try:
         config = kind(**fields)
@@ -167,23 +177,19 @@ def shrunk(kind: type) -> Any:
 def models_of(family: Family) -> list[Any]:
     """Return the classes of a family that may be language models, the likeliest first."""
     classes: dict[str, Any] = dict(inspect.getmembers(family.module, inspect.isclass))
-    own = [
-        cls
-        for cls in classes.values()
-        if cls.__module__ == family.module.__name__
-        and getattr(cls, "config_class", None) is not None
-    ]
-    own = [cls for cls in own if not cls.__name__.endswith("PreTrainedModel")]
-    ranked = []
-    for place, ending in enumerate(
-        ("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration")
-    ):
-        ranked += [
-            (place, len(cls.__name__), cls.__name__, cls)
-            for cls in own
-            if cls.__name__.endswith(ending)
-        ]
-    return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:3])]
+    models = []
+    for cls in classes.values():
+        is_own = cls.__module__ == family.module.__name__
+        has_config = getattr(cls, "config_class", None) is not None
+        if is_own and has_config and not cls.__name__.endswith("PreTrainedModel"):
+            models.append(cls)
+
+    # The shortest name with an ending comes first. A class may be listed twice.
+    listed: list[Any] = []
+    for ending in ("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration"):
+        matching = [cls for cls in models if cls.__name__.endswith(ending)]
+        listed += sorted(matching, key=lambda cls: (len(cls.__name__), cls.__name__))
+    return listed
 
 
 def build(family: Family) -> Any:
@@ -201,14 +207,13 @@ def build(family: Family) -> Any:
                 model.set_experts_implementation("eager")
                 ran = _experts_that_ran(model, family)
             except Exception as error:
-                reasons.append(
-                    f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                )
+                message = " ".join(str(error).split())[:200]
+                reasons.append(f"{cls.__name__}: {type(error).__name__}: {message}")
                 continue
             if ran:
                 return model
             reasons.append(f"{cls.__name__}: no experts ran")
-    raise LookupError("; ".join(dict.fromkeys(reasons)))
+    raise LookupError("; ".join(dict.fromkeys(reasons)))  # each reason once
 
 
 def text(model: Any) -> Tensor:

@@ -35,6 +35,7 @@ class FourBitAdapters(AbstractRoutedExperts):
     """Mixtral's experts of transformers in NF4 on the ranks, with adapters of PEFT."""
 
     def __init__(self, spec: LayerSpec) -> None:
+        """Quantize this rank's experts, and give their adapters what rounding took."""
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         own = spec.weights.owned(spec.group)
         (_, self._hidden, self._dim) = spec.weights.w1.shape
@@ -46,13 +47,16 @@ class FourBitAdapters(AbstractRoutedExperts):
         )
         experts = modeling.MixtralExperts(config)
         whole = {"gate_up_proj": _fused(spec.weights), "down_proj": _padded(spec.weights.w2)}
+
+        # The frozen weights are this rank's codes; `rest` is what rounding took from all experts.
         rest: dict[str, Tensor] = {}
         for name, mine in (("gate_up_proj", _fused(own)), ("down_proj", _padded(own.w2))):
             codes, scales = nf4.quantize(mine)
             setattr(experts, name, nn.Parameter(codes, requires_grad=False))
             setattr(experts, scales_name(name), nn.Parameter(scales, requires_grad=False))
             getattr(experts, name).ds_shape = whole[name].shape  # where PEFT looks for it
-            rest[name] = whole[name] - nf4.dequantize(*nf4.quantize(whole[name]), torch.float32)
+            rounded = nf4.dequantize(*nf4.quantize(whole[name]), torch.float32)
+            rest[name] = whole[name] - rounded
         experts._is_expert_parallel = True
         holder = nn.ModuleDict({"experts": experts})
         lora = peft.LoraConfig(
@@ -62,9 +66,11 @@ class FourBitAdapters(AbstractRoutedExperts):
             target_parameters=[f"experts.{name}" for name in rest],
         )
         model: Any = peft.get_peft_model(holder, lora)
-        found: list[Any] = list(model.modules())
+
+        # PEFT wraps each adapted parameter in a module that has its name.
+        modules: list[Any] = list(model.modules())
         self._wrappers = {
-            each.parameter_name: each for each in found if hasattr(each, "parameter_name")
+            module.parameter_name: module for module in modules if hasattr(module, "parameter_name")
         }
         for name, wrapper in self._wrappers.items():
             _fill(wrapper, rest[name])
@@ -76,13 +82,20 @@ class FourBitAdapters(AbstractRoutedExperts):
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Run the adapted experts."""
-        return self.run_on_ranks(F.pad(x, (0, WIDTH - self._dim)), experts, gates)[:, : self._dim]
+        padded = F.pad(x, (0, WIDTH - self._dim))
+        y = self.run_on_ranks(padded, experts, gates)
+        return y[:, : self._dim]
 
     def gradients(self) -> MoEWeights:
         """Return the gradients of the adapters' B, which are those of the weights."""
-        up, down = (self._of(name) for name in ("gate_up_proj", "down_proj"))
-        w1, w3 = (each[:, : self._hidden, : self._dim] for each in up.chunk(2, 1))
-        return MoEWeights(w1, w3, down[:, : self._dim, : self._hidden])
+        gate, up = self._of("gate_up_proj").chunk(2, 1)
+        down = self._of("down_proj")
+        hidden = self._hidden
+        dim = self._dim
+        w1 = gate[:, :hidden, :dim]
+        w3 = up[:, :hidden, :dim]
+        w2 = down[:, :dim, :hidden]
+        return MoEWeights(w1, w3, w2)
 
     def _of(self, name: str) -> Tensor:
         """Return the gradient of B, (experts, out, in), of the sum of the ranks' losses, of which
@@ -91,12 +104,16 @@ class FourBitAdapters(AbstractRoutedExperts):
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
+        # PEFT's B is (out, in * experts), in which experts vary fastest.
         return part.view(len(part), WIDTH, -1).permute(2, 0, 1) * ranks
 
 
 def _padded(weight: Tensor) -> Tensor:
     """Return matrices with zeros up to the width, in float32."""
-    return F.pad(weight.float(), (0, WIDTH - weight.shape[2], 0, WIDTH - weight.shape[1]))
+    _, rows, columns = weight.shape
+    added_rows = WIDTH - rows
+    added_columns = WIDTH - columns
+    return F.pad(weight.float(), (0, added_columns, 0, added_rows))
 
 
 def _fused(weights: MoEWeights) -> Tensor:
@@ -107,5 +124,7 @@ def _fused(weights: MoEWeights) -> Tensor:
 @torch.no_grad()
 def _fill(wrapper: Any, rest: Tensor) -> None:
     """Make an adapter add `rest`, (experts, out, in), to its weights."""
-    wrapper.lora_A["default"].weight.copy_(torch.eye(WIDTH).repeat(len(rest), 1))
-    wrapper.lora_B["default"].weight.copy_(rest.permute(1, 2, 0).flatten(1))
+    identities = torch.eye(WIDTH).repeat(len(rest), 1)
+    differences = rest.permute(1, 2, 0).flatten(1)
+    wrapper.lora_A["default"].weight.copy_(identities)
+    wrapper.lora_B["default"].weight.copy_(differences)

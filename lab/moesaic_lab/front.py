@@ -27,18 +27,18 @@ TEN_MINUTES = 600.0
 
 
 def blocks_of(page: Path) -> list[tuple[str, str, str]]:
-    """Return ranks, file name and code of each block that runs; one that cannot says why in a
-    comment in front of it."""
-    found: list[tuple[str, str, str]] = []
-    for reason, code in re.findall(
-        r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
-    ):
-        # a file that moesaic_lab.extending puts where it says
-        if not reason and not re.match(r"# \S+\.py\b", code):
-            launch = LAUNCH.match(code)
-            ranks, name = launch.groups("") if launch else ("", f"block{len(found)}.py")
-            found.append((ranks, name, code))
-    return found
+    """Return ranks ("" for one process without torchrun), file name and code of each block that
+    runs; one that cannot says why in a comment in front of it."""
+    blocks: list[tuple[str, str, str]] = []
+    pattern = r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```"
+    for reason, code in re.findall(pattern, page.read_text("utf-8"), re.DOTALL):
+        # "# FILE.py" begins a file that moesaic_lab.extending puts where it says.
+        if reason or re.match(r"# \S+\.py\b", code):
+            continue
+        launch = LAUNCH.match(code)
+        ranks, name = launch.groups("") if launch else ("", f"block{len(blocks)}.py")
+        blocks.append((ranks, name, code))
+    return blocks
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -47,9 +47,8 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     with TemporaryDirectory() as name:
         clone = Path(name, "moesaic")
         python = Path(name, "moesaic", ".venv", "bin", "python")
-        (wanted,) = re.findall(
-            r"&& cd moesaic\n    pip install \"(.+)\"", (ROOT / "README.md").read_text("utf-8")
-        )
+        readme = (ROOT / "README.md").read_text("utf-8")
+        (wanted,) = re.findall(r"&& cd moesaic\n    pip install \"(.+)\"", readme)
         steps: dict[str, Sequence[str]] = {
             "git clone": ["git", "clone", "--quiet", "--local", str(ROOT), str(clone)],
             "environment": [sys.executable, "-m", "venv", str(clone / ".venv")],
@@ -63,9 +62,8 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
         for step, command in steps.items():
             told(step)
             start = time.perf_counter()
-            done = subprocess.run(
-                command, cwd=clone if clone.exists() else name, capture_output=True, check=False
-            )
+            folder = clone if clone.exists() else name  # the first step makes the clone
+            done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
             rows.append(
                 {
                     "step": step,

@@ -2,13 +2,12 @@
 the demo's model.
 
 Losses come from one process that routes as four ranks in two nodes would, on sequences of 128
-instead of the demo's
-256. Steps are timed separately: the trained models run on four ranks of an emulated cluster, 2
-     nodes of 2 with 200
-Mbit/s between them, with forward, backward and optimizer step, all gates in turn; ranks share the
-machine's cores. BASE chooses one expert per token, so it has half as many experts, twice as wide,
-with equally many parameters in all and per token. The Switch gate has the same sizes, and shows
-what top-1 routing does on its own. Evaluation omits each gate's training-time restrictions.
+instead of the demo's 256. Steps are timed separately: the trained models run on four ranks of an
+emulated cluster, 2 nodes of 2 with 200 Mbit/s between them, with forward, backward and optimizer
+step, all gates in turn; ranks share the machine's cores. BASE chooses one expert per token, so it
+has half as many experts, twice as wide, with equally many parameters in all and per token. The
+Switch gate has the same sizes, and shows what top-1 routing does on its own. Evaluation omits each
+gate's training-time restrictions.
 
     moesaic bench gates_loss --json benchmarks/results/gates_loss.json \
         --picture docs/images/bench/gates_loss.svg
@@ -91,16 +90,24 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
     plain = demo()
     moe = plain.model.moe
     if gate in TOP_1:
-        moe = replace(moe, num_experts=moe.num_experts // 2, hidden=moe.hidden * 2, top_k=1)
+        num_experts = moe.num_experts // 2
+        hidden = moe.hidden * 2
+        moe = replace(moe, num_experts=num_experts, hidden=hidden, top_k=1)
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
-    return short_run(plain, steps, seed=seed, model=replace(plain.model, seq_len=128, moe=moe))
+    model = replace(plain.model, seq_len=128, moe=moe)
+    return short_run(plain, steps, seed=seed, model=model)
 
 
 def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
-    """Wrap every router in the topology gate, if `gate` names it."""
-    for layer in [
-        module for module in model.modules() if isinstance(module, MoE) and gate == "topology"
-    ]:
+    """Wrap every router in the topology gate, if `gate` names it.
+
+    Args:
+        origin: this process's data-parallel group; None if one process has the tokens of all.
+    """
+    if gate != "topology":
+        return
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
@@ -127,7 +134,11 @@ def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None)
 
 
 def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, list[float]]:
-    """Return the seconds of every timed step by gate, for the saved models."""
+    """Return the seconds of every timed step by gate, for the saved models.
+
+    Args:
+        weights: by gate, the file of the state dict.
+    """
     config = configuration("softmax", options.seeds[0], options.steps)
     corpus = load_corpus(config.data)
     batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
@@ -183,15 +194,20 @@ def row(
     runs: list[dict[str, Any]],
     seconds: Mapping[str, list[float]],
 ) -> dict[str, Any]:
-    """Return a gate's row of the table, with means over the seeds."""
+    """Return a gate's row of the table, with means over the seeds.
+
+    Args:
+        runs: the gate's results of `train`, one per seed.
+        seconds: of each timed step, by gate.
+    """
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
+    last_losses = [run["losses"][-1] for run in runs]
     return {
         "gate": gate,
         "steps": options.steps,
         "seeds": len(runs),
         "val_nats_per_byte": curve[-1],
-        "loss_spread": max(run["losses"][-1] for run in runs)
-        - min(run["losses"][-1] for run in runs),
+        "loss_spread": max(last_losses) - min(last_losses),
         **spread("step_seconds", Timing.of(seconds[gate])),
         **spread("step_time_ratio", paired(seconds[gate], seconds["softmax"])),
         "curve_steps": runs[0]["steps"],
@@ -212,12 +228,11 @@ def add_times(rows: list[dict[str, Any]]) -> None:
         )
         each["time_to_loss_ratio"] = each["steps_to_loss_ratio"] * each["step_time_ratio"]
         by_seed = [
-            steps_ratio(steps, *curves)
-            for curves in zip(each["seed_losses"], plain["seed_losses"], strict=True)
+            steps_ratio(steps, losses, plain_losses)
+            for losses, plain_losses in zip(each["seed_losses"], plain["seed_losses"], strict=True)
         ]
-        each["time_to_loss_least"], each["time_to_loss_most"] = (
-            end(by_seed) * each["step_time_ratio"] for end in (min, max)
-        )
+        each["time_to_loss_least"] = min(by_seed) * each["step_time_ratio"]
+        each["time_to_loss_most"] = max(by_seed) * each["step_time_ratio"]
 
 
 def steps_ratio(steps: list[int], losses: list[float], plain: list[float]) -> float:
@@ -231,7 +246,8 @@ def steps_to(steps: list[int], losses: list[float], loss: float) -> float:
     between evaluations."""
     for (step, before), (later, after) in pairwise(zip(steps, losses)):
         if after <= loss <= before:
-            return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
+            fall = max(before - after, 1e-12)  # of two equal losses, the first step counts
+            return float(step + (later - step) * (before - loss) / fall)
     raise InputError(
         f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more "
         "evaluations"
@@ -239,26 +255,24 @@ def steps_to(steps: list[int], losses: list[float], loss: float) -> float:
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """Return the loss curves over steps and over time."""
-    by = {"steps": 1.0, "seconds of training on the bed": None}
-    return [
-        Panel(
-            title=f"against {title.split()[0]}",
-            x_title=title,
-            y_title="validation, nats/byte",
-            series=tuple(
-                PlottedSeries(
-                    name=each["gate"],
-                    y=tuple(each["curve_losses"][1:]),
-                    x=tuple(
-                        step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]
-                    ),
-                )
-                for each in rows
-            ),
+    """Return the loss curves over steps and over time, without their first point."""
+    shown = []
+    for x_title, is_time in (("steps", False), ("seconds of training on the bed", True)):
+        series = []
+        for each in rows:
+            x_per_step = each["step_seconds"] if is_time else 1.0
+            x = tuple(step * x_per_step for step in each["curve_steps"][1:])
+            y = tuple(each["curve_losses"][1:])
+            series.append(PlottedSeries(name=each["gate"], y=y, x=x))
+        shown.append(
+            Panel(
+                title=f"against {x_title.split()[0]}",
+                x_title=x_title,
+                y_title="validation, nats/byte",
+                series=tuple(series),
+            )
         )
-        for title, factor in by.items()
-    ]
+    return shown
 
 
 def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -266,25 +280,18 @@ def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str
     torch.set_num_threads(1)
     with keeping(options.keep) as keep:
         weights = {gate: (keep / f"{gate}-{options.steps}.pt").resolve() for gate in GATES}
-        runs = {
-            f"{gate}-{seed}-{options.steps}": partial(
-                train, gate, seed, options, weights[gate] if seed == options.seeds[0] else None
-            )
-            for seed, gate in itertools.product(options.seeds, GATES)
-        }
+        runs = {}
+        for seed, gate in itertools.product(options.seeds, GATES):
+            path = weights[gate] if seed == options.seeds[0] else None
+            runs[f"{gate}-{seed}-{options.steps}"] = partial(train, gate, seed, options, path)
         curves = dict(each_kept(keep, runs, told))
         told("times of steps")
         times = partial(timed, {gate: str(path) for gate, path in weights.items()}, options)
         seconds = kept(keep / f"seconds-{options.steps}-{options.repeats}.json", times)
-    rows = [
-        row(
-            gate,
-            options,
-            [curves[f"{gate}-{seed}-{options.steps}"] for seed in options.seeds],
-            seconds,
-        )
-        for gate in GATES
-    ]
+    rows = []
+    for gate in GATES:
+        of_seeds = [curves[f"{gate}-{seed}-{options.steps}"] for seed in options.seeds]
+        rows.append(row(gate, options, of_seeds, seconds))
     add_times(rows)
     return rows
 
@@ -323,18 +330,22 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     times = {row["gate"]: row["time_to_loss_ratio"] for row in rows}
     for gate, published in table_3().items():
         off = abs(times[gate] / published - 1) if gate in times else None
-        name = f"gates_loss.off_table_3.{gate}"
-        shown.append(Claim(name=name, value=off, target=OFF, reason=NOT_RUN * (off is None)))
+        shown.append(_within(f"gates_loss.off_table_3.{gate}", off))
     for gate in ("gshard", "base"):
         cell = f"fastermoe.over_{gate}"
         off = None
-        if {gate, "topology"} <= set(times):
+        if gate in times and "topology" in times:
             gain = times[gate] / times["topology"] - 1
-            off = abs(gain / (read_book().value(cell) - 1) - 1)
-        shown.append(
-            Claim(name=f"papers.{cell}", value=off, target=OFF, reason=NOT_RUN * (off is None))
-        )
+            published_gain = read_book().value(cell) - 1
+            off = abs(gain / published_gain - 1)
+        shown.append(_within(f"papers.{cell}", off))
     return shown
+
+
+def _within(name: str, off: float | None) -> Claim:
+    """Claim that a difference is at most `OFF`; None if its gates did not run."""
+    reason = NOT_RUN if off is None else ""
+    return Claim(name=name, value=off, target=OFF, reason=reason)
 
 
 COLUMNS = (

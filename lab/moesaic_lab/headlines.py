@@ -7,6 +7,9 @@ over that of the paper's method, forward and backward. If the paper or its alter
 plans, the fastest plan counts. Nothing is computed: what could not run here is no headline here.
 Published figures are those of `moesaic reproduce`.
 
+A comparison is several methods on one cluster; a headline is a ratio between two of them. The book
+(`read_book`) has the published figures by name.
+
     moesaic bench headlines --keep runs/headlines --json benchmarks/results/headlines.json
 """
 
@@ -89,9 +92,13 @@ class Headline:
         if not self.cells:
             return None
         book = read_book()
-        values = [book.value(name) for name in self.cells]
-        first = 1 + values[0] / 100 if book.cells[self.cells[0]].unit == "gain %" else values[0]
-        return first / values[1] if len(values) > 1 else first
+        first, *others = self.cells
+        ratio = book.value(first)
+        if book.cells[first].unit == "gain %":
+            ratio = 1 + ratio / 100
+        for other in others:
+            ratio /= book.value(other)
+        return ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +162,14 @@ def parm(size: int) -> Comparison:
         tokens_per_rank=48,
     )
     grid = Grid(world=16, tp=size, ep=16 // size, etp=size, ranks_per_node=4)
-    taken = choose(Simulator(place.cluster), place.workload(size), grid)
+    taken = choose(Simulator(place.cluster), place.workload(size), grid)  # Parm's Algorithm 1
     plans = {"baseline": SINGLES["baseline"], "Parm": taken, "S2 with SAA": SINGLES["s2, saa"]}
     book = read_book()
     return Comparison(
         paper="parm",
         name=f"parm-{size}",
         bed=place.bed,
+        # The middle of two percentages.
         share=(book.value("parm.share.least") + book.value("parm.share.most")) / 200,
         of="the middle of its figure 1",
         reference="baseline",
@@ -481,6 +489,7 @@ def netmoe() -> Comparison:
     moving = 2 * book.value("netmoe.scatter.4")
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        """Measure the layers, alternating between the methods."""
         plans = {faster: compile_plan(Plan(peer_groups=setting.nodes), setting.grid)}
         methods = {fast: None, faster: None, placed: TwoStage(**ALWAYS)}
         trace = routing(setting, LOCALITY, tokens=True)
@@ -488,6 +497,7 @@ def netmoe() -> Comparison:
         with launcher.open(bed) as ranks:
             of_ranks = ranks.run(travel.measure, job)
         copies = setting.on_a_rank.copies
+        # 12 = 2 matrices, times 2 flops per element forward and 4 backward.
         computing = LAYERS * 12.0 * copies * BED_LAYER.dim * BED_LAYER.hidden / (1e9 * GFLOPS)
         return TimedCell(**timed([rank.spans for rank in of_ranks])), computing
 
@@ -536,17 +546,23 @@ def cases(options: HeadlinesOptions) -> list[Comparison]:
 
 
 def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[dict[str, Any]]:
-    """Return a row per headline and one per method."""
+    """Return a row per headline and one per method.
+
+    Args:
+        cell: the times of the comparison's methods.
+        computing: seconds of computation in a step of the reference.
+    """
 
     def fastest(names: Sequence[str]) -> str:
         return min(names, key=lambda name: cell.timings[name].median)
 
-    here = 1 - computing / cell.timings[comparison.reference].median
+    share_here = 1 - computing / cell.timings[comparison.reference].median
     rows: list[dict[str, Any]] = []
     for headline in comparison.headlines:
         slow = fastest(headline.slow)
         fast = fastest(headline.fast)
         ratio = cell.ratio(slow, fast)
+        off = None if headline.published is None else ratio.median / headline.published - 1
         rows.append(
             {
                 "part": "headline",
@@ -555,13 +571,13 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
                 "cells": list(headline.cells),
                 "published": headline.published,
                 **ratio.row("here"),
-                "off": headline.published and ratio.median / headline.published - 1,
+                "off": off,
                 "slow": slow,
                 "fast": fast,
                 "bed": comparison.bed_in_words,
                 "share": comparison.share,
                 "share_of": comparison.of,
-                "share_here": here,
+                "share_here": share_here,
                 "why": headline.why,
             }
         )
@@ -611,16 +627,16 @@ def found(comparison: Comparison, headline: Headline, rows: Rows) -> MeasuredRat
         for row in rows
         if row["part"] == "method" and row["comparison"] == comparison.name
     }
-    if not {*headline.slow, *headline.fast} <= set(times):
+    if any(name not in times for name in (*headline.slow, *headline.fast)):
         return None
-    slow, fast = (min(names, key=times.__getitem__) for names in (headline.slow, headline.fast))
+    slow = min(headline.slow, key=lambda name: times[name])
+    fast = min(headline.fast, key=lambda name: times[name])
+
+    # The run has paired these two methods if its row of the headline names them.
+    paired = (comparison.paper, slow, fast)
     for row in rows:
         is_same = not headline.cells or row.get("cells") == list(headline.cells)
-        if is_same and (row["paper"], row.get("slow"), row.get("fast")) == (
-            comparison.paper,
-            slow,
-            fast,
-        ):
+        if is_same and (row["paper"], row.get("slow"), row.get("fast")) == paired:
             low, high = row["here_95"]
             return MeasuredRatio(median=row["here"], interval=(low, high))
     return MeasuredRatio(median=times[slow] / times[fast], interval=None)
@@ -644,7 +660,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         if ratio is None:
             claimed.append(Claim(name=name, value=None, target=OFF, reason="not run"))
             continue
-        off = abs((ratio.median - 1) / (headline.published - 1) - 1)
+        gain = ratio.median - 1
+        published_gain = headline.published - 1
+        off = abs(gain / published_gain - 1)
         claimed.append(Claim(name=name, value=off, target=OFF))
     return claimed
 

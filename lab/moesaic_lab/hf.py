@@ -74,10 +74,11 @@ def whole(tensor: Tensor) -> Tensor:
     if "ep" not in (tensor.device_mesh.mesh_dim_names or ()):
         return tensor.full_tensor().detach().cpu()
     # `full_tensor` would not join the parts of a strided shard in the order of the ranks.
-    parts: list[Any] = [None] * dist.get_world_size()
     place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
-    dist.all_gather_object(parts, (place, tensor.to_local().detach().cpu()))
-    in_order = sorted(parts, key=lambda entry: entry[0])
+    part = tensor.to_local().detach().cpu()
+    places_and_parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places_and_parts, (place, part))
+    in_order = sorted(places_and_parts, key=lambda entry: entry[0])
     return torch.cat([part for _, part in in_order])
 
 
@@ -126,7 +127,9 @@ def steps(device: str, cases: list[RankCase]) -> list[Step]:
         model = load(case)
         if case.recompute:
             model.activation_checkpointing_enable()
-        ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
+        # The ranks of a tensor-parallel group share a sequence.
+        sequences = batch(dist.get_world_size() // case.tp)
+        ids = sequences[dist.get_rank() // case.tp].unsqueeze(0)
         result = step(model, ids)
         if case.then:
             moesaic.transformers.use_plan(model, Plan(**case.then))
@@ -144,6 +147,7 @@ def outcome(model: Any, implementation: str) -> Step:
     torch.manual_seed(0)
     out = model(input_ids=text(model), use_cache=False)
     outputs = out.logits if hasattr(out, "logits") else out[0]
+    # A loss in which each output has a slope of its own, so that no two errors cancel.
     slopes = torch.linspace(0, 1, outputs.numel(), dtype=torch.float64).view(outputs.shape)
     (outputs.double() * slopes).sum().backward()
     return outputs.detach(), {
@@ -165,12 +169,16 @@ def family_errors(model: Any) -> tuple[float, float]:
     expected, expected_gradients = outcome(model, "eager")
     assert actual_gradients.keys() == expected_gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
-    worst = max(
-        float((gradient - expected_gradients[name]).abs().max())
-        / max(float(expected_gradients[name].abs().max()), 1e-6 * largest)
-        for name, gradient in actual_gradients.items()
-    )
-    return float((y - expected).abs().max()) / float(expected.abs().max()), worst
+    gradient_errors = []
+    for name, gradient in actual_gradients.items():
+        wanted = expected_gradients[name]
+        # Of a gradient that is zero but for rounding, no relative error can be told.
+        scale = max(float(wanted.abs().max()), 1e-6 * largest)
+        error = float((gradient - wanted).abs().max())
+        gradient_errors.append(error / scale)
+    logits_error = float((y - expected).abs().max())
+    logits_scale = float(expected.abs().max())
+    return logits_error / logits_scale, max(gradient_errors)
 
 
 SIZES: dict[str, Any] = {
@@ -203,6 +211,7 @@ def write_models(path: Path) -> tuple[str, str, str]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("router.bias"):
+                # Beside these, no logit of the other six experts counts.
                 parameter.copy_(torch.tensor([50.0, 40.0, *[0.0] * 6]))
     model.save_pretrained(path / "skewed")
     return str(path / "mixtral"), str(path / "gpt_oss"), str(path / "skewed")
@@ -259,10 +268,14 @@ def ep_errors(
                 f"{case}: parameters with a gradient differ on rank {rank}"
             )
             expected = all_logits[rank // case.tp]
-            worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
+            error = (logits[0] - expected).abs().max()
+            worst = max(worst, float(error / expected.abs().max()))
             for name, gradient in actual_gradients.items():
-                scale = max(float(expected_gradients[name].abs().max()), 0.02 * largest)
-                worst = max(worst, float((gradient - expected_gradients[name]).abs().max()) / scale)
+                wanted = expected_gradients[name]
+                # A small gradient is a sum of larger terms, whose float32 rounding it has.
+                scale = max(float(wanted.abs().max()), 0.02 * largest)
+                error = (gradient - wanted).abs().max()
+                worst = max(worst, float(error) / scale)
         errors.append(worst)
     return errors
 
@@ -310,19 +323,21 @@ def _on_ranks(world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         cases = cases_on(world, *write_models(Path(folder)))
         errors = ep_errors(world, cases, on_ranks(world, steps, "cpu", cases))
-    return [
-        {
-            "world": world,
-            "model": Path(case.folder).name,
-            "ep": case.ep,
-            "tp": case.tp,
-            "plan": str(
-                {**(case.plan or {}), **case.then} or ("recomputed" if case.recompute else "auto")
-            ),
-            "error": error,
-        }
-        for case, error in zip(cases, errors)
-    ]
+    rows = []
+    for case, error in zip(cases, errors):
+        fields = {**(case.plan or {}), **case.then}
+        without_fields = "recomputed" if case.recompute else "auto"
+        rows.append(
+            {
+                "world": world,
+                "model": Path(case.folder).name,
+                "ep": case.ep,
+                "tp": case.tp,
+                "plan": str(fields) if fields else without_fields,
+                "error": error,
+            }
+        )
+    return rows
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

@@ -85,6 +85,7 @@ def tokens_and_lines(text: str) -> tuple[int, int]:
     lines: set[int] = set()
     last = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        # A string that begins a statement is a docstring, or documents the line above.
         is_prose = token.type == tokenize.STRING and last in _LINE_ENDS
         if token.type not in _LAYOUT and not is_prose:
             tokens += 1
@@ -135,9 +136,9 @@ def measure(root: Path = ROOT) -> dict[str, float]:
     lines = {}
     for folder in ("src", "lab"):
         texts = [path.read_text(encoding="utf-8") for path in (root / folder).rglob("*.py")]
-        counted = [tokens_and_lines(text) for text in texts]
-        tokens[folder] = sum(each for each, _ in counted)
-        lines[folder] = sum(each for _, each in counted)
+        counts = [tokens_and_lines(text) for text in texts]
+        tokens[folder] = sum(num_tokens for num_tokens, _ in counts)
+        lines[folder] = sum(num_lines for _, num_lines in counts)
     files = [path for folder in COUNTED for path in sorted((root / folder).rglob("*.py"))]
     step = [(root / PACKAGES[0] / name).read_text(encoding="utf-8") for name in STEP]
     circles = [circle for package in PACKAGES for circle in cycles(root / package)]
@@ -178,7 +179,11 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def _rows() -> list[dict[str, Any]]:
     """Return the rows of all figures."""
     most = maxima()
-    return [{"name": name, "value": value, "most": most[name]} for name, value in measure().items()]
+    figures = measure()
+    rows = []
+    for name, value in figures.items():
+        rows.append({"name": name, "value": value, "most": most[name]})
+    return rows
 
 
 @dataclass
@@ -194,9 +199,11 @@ class PathTrace:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         """Record a call; this is the signature that `sys.setprofile` requires."""
-        here = self._file(frame) if event == "call" else None
-        if here is not None and here not in self.files and not frame.f_code.co_name.startswith("<"):
-            self.files.append(here)
+        if event != "call" or frame.f_code.co_name.startswith("<"):  # "<lambda>", "<listcomp>"
+            return
+        file = self._file(frame)
+        if file is not None and file not in self.files:
+            self.files.append(file)
 
     def stop(self) -> None:
         """End the trace and count the frames of the package up to the layer's call."""
@@ -206,8 +213,10 @@ class PathTrace:
         sys.setprofile(None)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            self.depth += self._file(frame) is not None
-            if self._file(frame) == LAYER and frame.f_code.co_name == "__call__":
+            file = self._file(frame)
+            if file is not None:
+                self.depth += 1
+            if file == LAYER and frame.f_code.co_name == "__call__":
                 return
             frame = frame.f_back
 
@@ -236,7 +245,8 @@ def trace_path(package: Path) -> PathTrace:
         """A transport that ends the trace when it sends the first rows."""
 
         def issue(self, transfer: Transfer) -> Handle:
-            if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
+            sizes = [tensor.nbytes for tensor in transfer.sends.values()]
+            if max(sizes, default=0) >= MANY_BYTES:
                 trace.stop()
             return super().issue(transfer)
 
@@ -244,7 +254,7 @@ def trace_path(package: Path) -> PathTrace:
         layer = MoE(DIM, DIM // 2, 4, 2)
         layer.parallelize(Mesh(Grid(world=2, ep=2), Watched(transport)), Plan())
         x = torch.randn(TOKENS, DIM, requires_grad=True)
-        layer(x).sum().backward()
+        layer(x).sum().backward()  # the first call makes what later calls reuse
         if transport.rank == 0:
             sys.setprofile(trace)
         layer(x).sum().backward()

@@ -72,7 +72,7 @@ def functions(path: Path) -> Iterator[Function]:
 
 
 def called(node: ast.Call) -> str:
-    """Return the name of the function or method that a call names."""
+    """Return the name of the function or method that a call names; "" for another expression."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
@@ -90,14 +90,14 @@ def imported_names(path: Path, root: Path) -> frozenset[str]:
     package = path.relative_to(root).parts[:-1]
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = _absolute("." * node.level + (node.module or ""), package)
-            found |= {f"{module}.{alias.name}" for alias in node.names}
+            found.update(f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and called(node) == "import_module" and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                found.add(_absolute(name.value, package))
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                found.add(_absolute(argument.value, package))
     return frozenset(found)
 
 
@@ -105,9 +105,11 @@ def _absolute(name: str, package: tuple[str, ...]) -> str:
     """Return the absolute name of a module whose name may begin with dots, in a file of
     `package`."""
     bare = name.lstrip(".")
-    level = len(name) - len(bare)
-    above = package[: len(package) - level + 1] if level else ()
-    return ".".join([*above, *([bare] if bare else [])])
+    num_dots = len(name) - len(bare)
+    if not num_dots:
+        return bare
+    above = package[: len(package) - num_dots + 1]  # one dot is the package itself
+    return ".".join([*above, bare] if bare else above)
 
 
 @cache
@@ -119,6 +121,7 @@ def imports(package: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         names = imported_names(path, root)
+        # `from a import b` imports the module a.b if there is one, and otherwise a.
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
         graph[module] = (targets & set(modules)) - {module}
     return graph
@@ -127,8 +130,12 @@ def imports(package: Path) -> dict[str, set[str]]:
 def parts_imported(path: Path, root: Path, parts: Sequence[str]) -> set[str]:
     """Return the parts of the package below `root` that a file imports."""
     package = path.relative_to(root).parts[0]
-    names = (name.split(".") for name in imported_names(path, root))
-    return {words[1] for words in names if words[0] == package and len(words) > 1} & set(parts)
+    found = set()
+    for name in imported_names(path, root):
+        words = name.split(".")
+        if len(words) > 1 and words[0] == package and words[1] in parts:
+            found.add(words[1])
+    return found
 
 
 def upward(package: Path, parts: Sequence[str] = PARTS) -> list[str]:
@@ -148,17 +155,22 @@ def upward(package: Path, parts: Sequence[str] = PARTS) -> list[str]:
 def cycles(package: Path) -> list[list[str]]:
     """Return the groups of modules, and of folders below the package, that import each other in a
     cycle."""
-    of_files = imports(package)
+    # The package's own __init__ imports everything, and everything may import it.
     face = package.name
-    of_files = {name: targets - {face} for name, targets in of_files.items() if name != face}
-    folders = {name: _folder(name, package) for name in of_files}
+    graph = imports(package)
+    of_files = {name: targets - {face} for name, targets in graph.items() if name != face}
+
+    folder_of = {name: _folder(name, package) for name in of_files}
     of_folders: dict[str, set[str]] = defaultdict(set)
     for name, targets in of_files.items():
-        of_folders[folders[name]] |= {folders[target] for target in targets} - {folders[name]}
-    return [
-        *_circles(of_files),
-        *(each for each in _circles(of_folders) if not set(each) <= set(of_files)),
+        folder = folder_of[name]
+        of_folders[folder] |= {folder_of[target] for target in targets} - {folder}
+
+    # A file at the top is its own folder: a cycle of such files alone is listed already.
+    circles_of_folders = [
+        circle for circle in _circles(of_folders) if not set(circle) <= set(of_files)
     ]
+    return _circles(of_files) + circles_of_folders
 
 
 def _module(path: Path, root: Path) -> str:
@@ -172,25 +184,27 @@ def _folder(module: str, package: Path) -> str:
 
     A file at the top of the package counts as its own folder.
     """
-    parts = module.split(".")
-    room = package.parent.joinpath(*parts[:2])
-    return "/".join(parts[:2]) + "/" if len(parts) > 1 and room.is_dir() else module
+    top = module.split(".")[:2]
+    is_folder = len(top) == 2 and package.parent.joinpath(*top).is_dir()
+    return "/".join(top) + "/" if is_folder else module
 
 
 def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected components of a graph that have at least two nodes."""
-    reached: dict[str, set[str]] = {}
+    # The nodes that a path leads to from each node; from a node on a cycle, also the node itself.
+    reached_from: dict[str, set[str]] = {}
     for start in graph:
-        seen: set[str] = set()
+        reached: set[str] = set()
         waiting = [start]
         while waiting:
-            for target in graph.get(waiting.pop(), set()) - seen:
-                seen.add(target)
+            for target in graph.get(waiting.pop(), set()) - reached:
+                reached.add(target)
                 waiting.append(target)
-        reached[start] = seen
-    groups = {
-        frozenset(b for b in graph if b in reached[a] and a in reached[b])
-        for a in graph
-        if a in reached[a]
-    }
-    return sorted(sorted(group) for group in groups)
+        reached_from[start] = reached
+
+    components = set()
+    for node, reached in reached_from.items():
+        if node in reached:
+            both_ways = (other for other in reached & set(graph) if node in reached_from[other])
+            components.add(frozenset(both_ways))
+    return sorted(sorted(component) for component in components)

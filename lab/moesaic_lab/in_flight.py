@@ -73,6 +73,7 @@ class _Block(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         hidden = options.dim
+        # Two copies per token, two matrices, two operations per element of a matrix.
         flops = 2 * 2 * options.tokens * 2 * options.dim * hidden
         accelerator = Accelerator(flops_per_second=1e3 * flops / options.experts_ms)
         self.moe = MoE(options.dim, hidden, 8, 2, experts=virtual_experts(accelerator), losses=())
@@ -99,6 +100,7 @@ class _Model(nn.Module):
 
 
 def _seconds(step: Callable[[], None]) -> float:
+    """Return how long a step takes on all ranks together."""
     dist.barrier()
     started = time.perf_counter()
     step()
@@ -110,7 +112,7 @@ def measure(options: Options) -> dict[str, float]:
     """Return the median seconds of a step of every way, by its name."""
     torch.manual_seed(0)
     models = {chunks: _Model(options) for chunks in CHUNKS}
-    alone = _Model(options)
+    alone = _Model(options)  # never parallelized: sends no messages
     mesh = Mesh.create(ep=dist.get_world_size())
     for chunks, model in models.items():
         for layer in model.layers():
@@ -118,6 +120,7 @@ def measure(options: Options) -> dict[str, float]:
     generator = torch.Generator().manual_seed(mesh.rank)
 
     def batches() -> list[Tensor]:
+        """Draw the micro-batches of a step, (tokens, dim) each."""
         shape = (options.tokens, options.dim)
         return [
             torch.randn(shape, generator=generator).requires_grad_()
@@ -125,10 +128,12 @@ def measure(options: Options) -> dict[str, float]:
         ]
 
     def in_turn(model: nn.Module) -> None:
+        """Run a step with one micro-batch after the other."""
         for batch in batches():
             (model(batch) / options.micro_batches).backward()
 
     def together(model: nn.Module) -> None:
+        """Run a step with two micro-batches in flight."""
         for losses in in_flight(model, batches()):
             (torch.stack(losses).sum() / options.micro_batches).backward()
 
@@ -140,7 +145,7 @@ def measure(options: Options) -> dict[str, float]:
     for step in range(options.steps + 1):
         for name, run in ways.items():
             seconds = _seconds(run)
-            if step:
+            if step > 0:  # the first step warms up
                 times[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 

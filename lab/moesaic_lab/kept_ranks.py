@@ -47,13 +47,19 @@ class KeptRanks:
         function ran with the same arguments before."""
         if self._folder is None:
             return self.cluster().run(function, *args)
-        called = blake2b(repr((function.__qualname__, args)).encode(), digest_size=4).hexdigest()
+
+        # The file's name has the label for people, and a hash of function and arguments.
+        call = repr((function.__qualname__, args))
+        call_hash = blake2b(call.encode(), digest_size=4).hexdigest()
         name = re.sub(r"[^\w.]+", "-", self.label)[:80]
-        path = self._folder / f"{name}-{called}.json"
+        path = self._folder / f"{name}-{call_hash}.json"
+
         if not path.exists():
-            write_whole(path, json.dumps(self.cluster().run(function, *args), default=_plain))
+            results = self.cluster().run(function, *args)
+            write_whole(path, json.dumps(results, default=_plain))
         kind = get_type_hints(function)["return"]
-        return [rebuilt(kind, each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return [rebuilt(kind, each) for each in kept]
 
     def close(self) -> None:
         """End the cluster, if it was started."""
@@ -64,14 +70,14 @@ class KeptRanks:
 def rebuilt(kind: Any, data: Any) -> Any:
     """Return the value of type `kind` that JSON holds: a dataclass, tuple, list, dictionary of
     words, or plain value, and any of them inside others."""
-    inner = get_args(kind)
+    inner = get_args(kind)  # (str, int) of dict[str, int]
     origin = get_origin(kind) or kind
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         fields = {name: rebuilt(hints[name], value) for name, value in data.items()}
         return kind(**fields)  # type: ignore[operator]
     if origin is tuple:
-        kinds = repeat(inner[0]) if inner[1:] == (...,) else inner
+        kinds = repeat(inner[0]) if inner[1:] == (...,) else inner  # tuple[int, ...] has any length
         return tuple(map(rebuilt, kinds, data))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {name: rebuilt(inner[1], value) for name, value in data.items()}

@@ -59,14 +59,15 @@ class CountedMoves(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator; if it moves, add the bytes that it writes."""
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket.__name__ in MOVES:
-            parts = (
-                args[0]
-                if isinstance(args[0], list)
-                else [args[-1] if function.overloadpacket.__name__ in PARTS else result]
-            )
-            self.num_bytes += sum(each.nbytes for each in parts)
+        name = function.overloadpacket.__name__
+        if name in PARTS:
+            self.num_bytes += args[-1].nbytes
+        elif name in ("cat", "_foreach_copy_"):
+            self.num_bytes += sum(each.nbytes for each in args[0])  # a list of tensors
+        elif name in MOVES:
+            self.num_bytes += result.nbytes
         return result
 
 
@@ -86,6 +87,8 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> tuple[floa
     torch.manual_seed(0)
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=())
     layer.parallelize(Mesh(grid, transport), plan)
+
+    # Products and messages are not counted.
     for owner, name in (
         (layer.experts, "run"),
         (layer.experts, "gradients"),
@@ -93,15 +96,16 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> tuple[floa
         (transport, "wait"),
     ):
         setattr(owner, name, unseen(getattr(owner, name)))
+
     x = torch.randn(TOKENS, DIM, requires_grad=True)
     route: Any = partial(layer, x, token_ids=torch.arange(TOKENS))
-    route()  # what is made once
+    route()  # makes what later calls reuse
     with CountedMoves() as forward:
         y = route()
     with CountedMoves() as backward:
         y.backward(torch.ones_like(y))
-    row = DIM * x.element_size() * TOKENS
-    return forward.num_bytes / row, backward.num_bytes / row
+    row_of_each_token = DIM * x.element_size() * TOKENS
+    return forward.num_bytes / row_of_each_token, backward.num_bytes / row_of_each_token
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -110,7 +114,10 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     for name, (grid, plan, before) in CASES.items():
         told(name)
         by_rank = run_ranks(grid.world, partial(run_rank, grid, plan))
-        for direction, counted, old in zip(("forward", "backward"), zip(*by_rank), before):
+        forward = [rows_forward for rows_forward, _ in by_rank]
+        backward = [rows_backward for _, rows_backward in by_rank]
+        counts = {"forward": forward, "backward": backward}
+        for (direction, counted), old in zip(counts.items(), before):
             rows.append(
                 {
                     "case": name,

@@ -80,14 +80,14 @@ def over_ranks(by_rank: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tup
     Args:
         by_rank: the result of `in_turn` on each rank.
     """
-    return {
-        name: tuple(
-            max(end for _, end in spans) - min(start for start, _ in spans)
-            for spans in zip(*of_ranks)
+    seconds = {}
+    for name in by_rank[0] if by_rank else ():
+        repeats = zip(*(spans[name] for spans in by_rank))
+        seconds[name] = tuple(
+            max(end for _, end in of_ranks) - min(start for start, _ in of_ranks)
+            for of_ranks in repeats
         )
-        for name in (by_rank[0] if by_rank else {})
-        for of_ranks in [[spans[name] for spans in by_rank]]
-    }
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +196,9 @@ def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Ratio
     """
     assert len(a) == len(b) > 0, f"{len(a)} and {len(b)} repeats do not pair"
     ratios = np.asarray(a, dtype=np.float64) / np.asarray(b, dtype=np.float64)
-    drawn = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(drawn, axis=1), (50 - 50 * level, 50 + 50 * level)).tolist()
-    return Ratio(median=float(np.median(ratios)), low=low, high=high, repeats=len(ratios))
+    samples = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
+    medians = np.median(samples, axis=1)
+    ends = (50 - 50 * level, 50 + 50 * level)
+    low, high = np.percentile(medians, ends).tolist()
+    median = float(np.median(ratios))
+    return Ratio(median=median, low=low, high=high, repeats=len(ratios))

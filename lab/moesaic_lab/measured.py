@@ -19,23 +19,25 @@ def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
     Args:
         results: the content of each file of results, by name.
     """
-    names: dict[str, list[str]] = {}
+    names_by_place: dict[str, list[str]] = {}
     for name, result in results.items():
         for place in places(result):
-            names.setdefault(place, []).append(f"`{name}`")
-    return "; ".join(f"{place} ({', '.join(found)})" for place, found in sorted(names.items()))
+            names_by_place.setdefault(place, []).append(f"`{name}`")
+    return "; ".join(
+        f"{place} ({', '.join(names)})" for place, names in sorted(names_by_place.items())
+    )
 
 
 def places(result: Mapping[str, Any]) -> list[str]:
     """Return date and machine of a result: of each of its rows that names them, or of the file."""
     machine = result["machine"]
     rows = result.get("rows", ())
-    found = [
-        f"{row.get('date', result['date'])} on {machine_in_words({**machine, 'cpu': row['cpu']})}"
-        for row in rows
-        if "cpu" in row
-    ]
-    if len(found) < len(rows) or not rows:
+    found = []
+    for row in rows:
+        if "cpu" in row:
+            date = row.get("date", result["date"])
+            found.append(f"{date} on {machine_in_words({**machine, 'cpu': row['cpu']})}")
+    if len(found) < len(rows) or not rows:  # some rows are of the file's own machine
         found.append(f"{result['date']} on {machine_in_words(machine)}")
     return sorted(set(found))
 

@@ -73,20 +73,20 @@ def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of
     times."""
-    means = {
-        name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name]
-        for name in MODELS
-    }
-    best = {name: min(rates, key=lambda each: each["mean"])["lr"] for name, rates in means.items()}
-    moe, dense = (figures(rows, LOSS, model=name, lr=best[name]) for name in ("moe", "dense"))
-    gains = [much - less for much, less in zip(dense, moe, strict=True)]
+    losses = {}
+    for name in MODELS:
+        rates = [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name]
+        best = min(rates, key=lambda each: each["mean"])
+        losses[name] = figures(rows, LOSS, model=name, lr=best["lr"])
+    gains = [dense - moe for dense, moe in zip(losses["dense"], losses["moe"], strict=True)]
+    of_gains = {"gain_smallest": min(gains), "gain_largest": max(gains)}
+
     seconds = {(row["model"], row["lr"], row["seed"]): row["seconds"] for row in rows}
     ratios = [
-        seconds["moe", lr, seed] / each
-        for (name, lr, seed), each in seconds.items()
+        seconds["moe", lr, seed] / dense_seconds
+        for (name, lr, seed), dense_seconds in seconds.items()
         if name == "dense"
     ]
-    of_gains = {"gain_smallest": min(gains), "gain_largest": max(gains)}
     return [
         Claim(
             name="moe_vs_dense.gain_nats_per_byte",
@@ -117,15 +117,10 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return a table of the mean and range of the loss, and the median time, per model and learning
     rate."""
-    means = [
-        each
-        | {
-            "median seconds": statistics.median(
-                figures(rows, "seconds", model=each["model"], lr=each["lr"])
-            )
-        }
-        for each in spread(rows, LOSS, "model", "lr")
-    ]
+    means = spread(rows, LOSS, "model", "lr")
+    for each in means:
+        seconds = figures(rows, "seconds", model=each["model"], lr=each["lr"])
+        each["median seconds"] = statistics.median(seconds)
     return Shown(title="validation loss, nats/byte").of(means)
 
 

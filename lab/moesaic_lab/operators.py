@@ -100,8 +100,9 @@ def counted(
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, list[str]]:
     """Return the operators of the second forward and backward pass of a layer on tokens of a
-    dtype."""
-    x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dtype; the first pass makes what later ones reuse."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, TOKENS // 4, DIM, generator=generator).to(dtype)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
@@ -121,6 +122,7 @@ def make_layer(**options: Any) -> MoE:
 
 
 def _count_on_mesh() -> dict[str, list[str]]:
+    """Return the operators of this rank's layer on a mesh of all ranks, without the experts'."""
     layer = make_layer()
     layer.parallelize(Mesh.create(ep=WORLD))
     experts: Any = layer.experts
@@ -129,6 +131,7 @@ def _count_on_mesh() -> dict[str, list[str]]:
     def seen_as_the_stage(
         call: Any, kept: Any, dy: Tensor, deferred: list[Callable[[], None]] | None = None
     ) -> Any:
+        """Compute the gradients uncounted, and so what they leave for later in `deferred`."""
         results = unseen(gradients)(call, kept, dy, deferred)
         if deferred is not None:
             deferred[:] = map(unseen, deferred)
@@ -157,6 +160,7 @@ def as_on_a_gpu() -> Iterator[None]:
         with _disable_current_modes():
             launch(self, *args, **kwargs)
 
+    # The tensors are on the CPU: what asks for their device is told that Triton's kernels run.
     patches: list[Any] = [mock.patch.object(interpreter.GridExecutor, "__call__", noted)]
     for name in PICKERS:
         module = importlib.import_module(f"moesaic.kernels.{name}")
@@ -232,6 +236,7 @@ class HandWritten(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return y and the loss, times its coefficient, for x of (..., dim)."""
+        # Route.
         tokens = x.view(-1, x.shape[-1])
         logits = F.linear(tokens, self.router)
         probs = logits.softmax(1)
@@ -241,27 +246,40 @@ class HandWritten(nn.Module):
         counts = torch.zeros(len(self.router), dtype=expert.dtype).scatter_add_(
             0, expert, torch.ones_like(expert)
         )
+
+        # Switch Transformer's loss: experts times the sum over experts of the share of copies times
+        # the mean probability.
         share = counts / (counts.sum() * len(tokens))
         loss = self.coefficient * len(self.router) * (probs.sum(0) * share).sum()
+
+        # Dispatch: copies in the order of their experts.
         order = expert.argsort(stable=True)
         token = order // self.top_k
         rows = tokens.index_select(0, token)
+
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, 1)
-        out = F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
+        gate_up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, 1)
+        hidden = F.silu(gate) * up
+        out = F.grouped_mm(hidden, self.w2.transpose(1, 2), offs=ends)
+
+        # Combine: the weighted sum of each token's copies.
         out = out * weight.index_select(0, order).unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, token, out).view(x.shape), loss
+        y = torch.zeros_like(tokens).index_add(0, token, out)
+        return y.view(x.shape), loss
 
 
 def hand_step(layer: HandWritten, x: Tensor) -> Tensor:
     """Run a step of the hand-written layer, with the loss injected as `MoE` does; return the
     result."""
     y, loss = layer(x)
-    torch.autograd.backward([y, loss], [torch.ones_like(y), torch.ones_like(loss)])
+    slopes = [torch.ones_like(y), torch.ones_like(loss)]
+    torch.autograd.backward([y, loss], slopes)
     return y
 
 
 def _host_over_hand(repeats: int) -> dict[str, Any]:
+    """Return the row with our seconds of a step over those of the hand-written layer."""
     layer = make_layer(kernel="grouped_mm")
     hand = HandWritten(layer)
     x = torch.randn(4, TOKENS // 4, DIM)
@@ -287,21 +305,21 @@ def _host_over_hand(repeats: int) -> dict[str, Any]:
 def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and
     their casts."""
-    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     dtype = compute_dtype(x.dtype, x.device)
     casts = [weight for weights in layer.experts.weights_in(dtype) for weight in weights]
-    known |= {cast.untyped_storage().data_ptr() for cast in casts}
-    kept: dict[int, int] = {}
+    weights_at = {weight.untyped_storage().data_ptr() for weight in (*layer.parameters(), *casts)}
+    # By address: tensors that share a storage count once.
+    bytes_at: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights_at:
+            bytes_at[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x, **options)
-        total = sum(kept.values())
+        y = layer(x, **options)  # while y lives, no address is used again
+        total = sum(bytes_at.values())
     del y
     return total
 
@@ -322,7 +340,11 @@ def kept_row(router: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]
     layer.experts.begin_step()
     x = torch.randn(tokens, dim, dtype=dtype).requires_grad_()
     copies = tokens * top_k
-    need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
+    # x and the two pre-activations in 16 bits, a (T, E) matrix in float32, 48 bytes per copy.
+    need = 2 * tokens * dim
+    need += 2 * 2 * copies * hidden
+    need += 4 * tokens * experts
+    need += 48 * copies
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
     return {
@@ -350,7 +372,10 @@ def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any
     rows += _count_by_triton()
     told(f"{WORLD} ranks")
     of_ranks = on_ranks(WORLD, _count_on_mesh)
-    rows += _row("mesh", {each: max((names[each] for names in of_ranks), key=len) for each in MOST})
+    most_names = {
+        direction: max((names[direction] for names in of_ranks), key=len) for direction in MOST
+    }
+    rows += _row("mesh", most_names)
     told("time on the host")
     rows.append(_host_over_hand(options.repeats))
     dtypes = (torch.bfloat16, torch.float32)
@@ -360,13 +385,14 @@ def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims on operators, the host's time and kept memory."""
     made = []
-    for each, most in MOST.items():
-        targets = dict.fromkeys((*CLAIMED, "cpu"), most) | {"mesh": MOST_ON_MESH[each]}
+    for direction, most in MOST.items():
+        targets = dict.fromkeys((*CLAIMED, "cpu"), most) | {"mesh": MOST_ON_MESH[direction]}
         for path in (*FORMS, "cpu", "mesh"):
-            of_pass = [row for row in rows if row.get("pass") == each and row["path"] == path]
+            of_pass = [row for row in rows if row.get("pass") == direction and row["path"] == path]
             value = partial(_first, of_pass, "operators")
+            # The path named "gpu" has no suffix.
             suffix = f"_{path}".removeprefix("_gpu").replace(".", "_")
-            made.append(claimed(f"layer.operators_{each}{suffix}", value, targets.get(path)))
+            made.append(claimed(f"layer.operators_{direction}{suffix}", value, targets.get(path)))
     made.append(claimed("layer.host_over_hand", partial(_first, rows, "host_over_hand"), 1.3))
     return [
         *made,

@@ -1,6 +1,7 @@
 """The measured figures that the written part of a paper's page names, in words.
 
-A page has `{NAME}` where a figure goes, so that none is typed by hand.
+A page has `{NAME}` where a figure goes, so that none is typed by hand. `results` are the contents
+of the committed files of results, by name.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parm(results: Results) -> dict[str, str]:
     """Return SAA's gains on few and many tokens per rank, and what Algorithm 1 chose."""
     found: dict[str, str] = {}
     for name, bed in (("few", "4x4"), ("many", "2x2")):
+        # Each pair is a measured gain and a predicted one.
         gains = [gain for gain, _ in pairs(results["layer"]["rows"], "saa", "", bed)]
         found |= {
             f"saa.{name}.layers": str(len(gains)),
@@ -50,17 +52,18 @@ def parm(results: Results) -> dict[str, str]:
         }
     for make in COMPARISONS["parm"]:
         comparison = make()
-        chosen = comparison.headlines[0].what.split(", which is ")[1].split()[0]
-        found[f"chosen.{comparison.name.removeprefix('parm-')}"] = chosen
+        # The first headline says "..., which is SCHEDULE here".
+        _, _, after = comparison.headlines[0].what.partition(", which is ")
+        schedule, *_ = after.split()
+        found[f"chosen.{comparison.name.removeprefix('parm-')}"] = schedule
     return found
 
 
 def schemoe(results: Results) -> dict[str, str]:
     """Return what Pipe-A2A gains, the ablation, and the simulated steps' error."""
-    layers, moves = (
-        [gain for gain, _ in pairs(results[name]["rows"], "pipelined", "linear")]
-        for name in ("model", "comm")
-    )
+    # Gains of pairs that differ by the all-to-all: of layers, and of all-to-alls alone.
+    layers = [gain for gain, _ in pairs(results["model"]["rows"], "pipelined", "linear")]
+    moves = [gain for gain, _ in pairs(results["comm"]["rows"], "pipelined", "linear")]
     ablation = [row for row in results["layer"]["rows"] if row["part"] == "ablation"]
     steps = [
         row["error"]
@@ -68,7 +71,7 @@ def schemoe(results: Results) -> dict[str, str]:
         if row["cell"].startswith("schemoe.step.") and row["error"] is not None
     ]
     findings = results["reproduce"]["papers"]["schemoe"]["findings"]
-    bare = next(each["ours"] for each in findings if "without a codec" in each["statement"])
+    without_codec = [each["ours"] for each in findings if "without a codec" in each["statement"]]
     return {
         "pipe.layers": str(len(layers)),
         "pipe.layers.faster": str(sum(gain > 1 for gain in layers)),
@@ -77,7 +80,7 @@ def schemoe(results: Results) -> dict[str, str]:
         "pipe.moves.faster": str(sum(gain > 1 for gain in moves)),
         "ablation.all": share(max(row["first_over_this"] for row in ablation)),
         "error.steps": f"{100 * max(steps):.0f}",
-        "layers.bare": bare,
+        "layers.bare": without_codec[0],
     }
 
 
@@ -88,11 +91,11 @@ def tutel(results: Results) -> dict[str, str]:
         for row in results["layer_memory"]["rows"]
         if row["measured_gib"] is not None
     }
+    page_names = {"switch": "linear", "cosine": "cosine"}
     routers = {
-        f"router.{name}": f"{100 * row['accuracy']:.1f}"
+        f"router.{page_names[row['router']]}": f"{100 * row['accuracy']:.1f}"
         for row in results["vision_sweeps"]["rows"]
-        for name, router in (("linear", "switch"), ("cosine", "cosine"))
-        if row["table"] == "13" and row["router"] == router
+        if row["table"] == "13" and row["router"] in page_names
     }
     return memory | routers
 
@@ -101,11 +104,9 @@ def fastermoe(results: Results) -> dict[str, str]:
     """Return the topology gate's figures, and where the schedule gains on top of shadowing."""
     gate = next(row for row in results["gates_loss"]["rows"] if row["gate"] == "topology")
     on_top = next(each for each in TECHNIQUES if each.name == "smart schedule over shadowing")
-    both = [
-        gain > 1
-        for result, *words in on_top.measured
-        for gain, _ in pairs(results[result]["rows"], *words)
-    ]
+    gains = []
+    for result, *words in on_top.measured:
+        gains += [gain for gain, _ in pairs(results[result]["rows"], *words)]
     return {
         "gate.step": share(gate["step_time_ratio"]),
         "gate.time": share(gate["time_to_loss_ratio"]),
@@ -113,46 +114,42 @@ def fastermoe(results: Results) -> dict[str, str]:
         "gate.most": share(gate["time_to_loss_most"]),
         "gate.steps": str(gate["steps"]),
         "table3.time": f"{table_3()['topology']:.3f}",
-        "both.faster": str(sum(both)),
-        "both.layers": str(len(both)),
+        "both.faster": str(sum(gain > 1 for gain in gains)),
+        "both.layers": str(len(gains)),
     }
 
 
 def netmoe(results: Results) -> dict[str, str]:
     """Return what placement costs without locality, and gains under trained routing."""
     rows = results["netmoe"]["rows"]
-    bare = [
-        100 * (row["time_ratio"] - 1)
-        for row in rows
-        if row["part"] in ("2x2", "4x2") and row["method"] == "two_stage" and not row["locality"]
-    ]
+    beds = [row for row in rows if row["part"] in ("2x2", "4x2") and row["method"] == "two_stage"]
+    costs = [100 * (row["time_ratio"] - 1) for row in beds if not row["locality"]]
     trained = placed(rows)
     simulated = [row for row in trained if "time_ratio" not in row]
     saved = [100 * row["predicted_inter_saved"] for row in simulated]
-    early, late = (
-        [gain for part in halves for gain in measured_gains(part)] for halves in halved(trained)
-    )
+    early, late = halved(trained)
     return {
-        "cost.least": f"{min(bare):.0f}",
-        "cost.most": f"{max(bare):.0f}",
+        "cost.least": f"{min(costs):.0f}",
+        "cost.most": f"{max(costs):.0f}",
         "trained.locality": words([row["locality"] for row in simulated]),
         "trained.saved": f"{min(saved):.0f} to {max(saved):.0f} %",
-        "trained.early": words(early),
-        "trained.late": words(late),
+        "trained.early": words(measured_gains(early)),
+        "trained.late": words(measured_gains(late)),
         "placement.cases": str(len(results["placement_cases"]["rows"])),
     }
 
 
-def halved(rows: Sequence[Row]) -> tuple[list[list[Row]], list[list[Row]]]:
-    """Return the rows of each text's early steps, and those of its late ones."""
-    early = []
-    late = []
+def halved(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the early steps, the first half of each text's, and those of the late
+    ones."""
+    early: list[Row] = []
+    late: list[Row] = []
     for text in dict.fromkeys(row["text"] for row in rows):
         of_text = [row for row in rows if row["text"] == text]
         steps = sorted({row["step"] for row in of_text})
         first = set(steps[: len(steps) // 2])
-        early.append([row for row in of_text if row["step"] in first])
-        late.append([row for row in of_text if row["step"] not in first])
+        early += [row for row in of_text if row["step"] in first]
+        late += [row for row in of_text if row["step"] not in first]
     return early, late
 
 

@@ -56,7 +56,12 @@ def headlines_of(paper: str, results: Mapping[str, Any]) -> str:
 
 
 def judged(book: Book, cell: str, here: float, published: float) -> tuple[str, str]:
-    """Return how far a gain is off the published one, and whether that holds or why not."""
+    """Return how far a gain is off the published one, and whether that holds or why not.
+
+    Args:
+        here: our ratio of speeds, whose gain is the ratio - 1.
+        published: the paper's.
+    """
     off = (here - 1) / (published - 1) - 1
     reason = book.missed.get(f"papers.{cell}", "")
     verdict = "holds" if abs(off) <= OFF else f"**failed**: {reason}"
@@ -81,13 +86,15 @@ def of_bed(
     if ratio.interval is not None:
         low, high = ratio.interval
         interval = f" ({low:.2f} to {high:.2f})"
-    of_comparison = {cell for each in comparison.headlines for cell in each.cells}
-    shared = next(
+
+    # All headlines of a comparison have one share of communication: that of its reference.
+    cells = {cell for each in comparison.headlines for cell in each.cells}
+    shares = [
         row["share_here"]
         for row in rows
-        if row["part"] == "headline" and of_comparison & set(row["cells"])
-    )
-    how = f"measured on {comparison.bed_in_words}, communication {shared:.0%} "
+        if row["part"] == "headline" and not cells.isdisjoint(row["cells"])
+    ]
+    how = f"measured on {comparison.bed_in_words}, communication {shares[0]:.0%} "
     how += f"(paper {comparison.share:.0%})"
     off = ""
     verdict = "shown, not claimed"
@@ -135,7 +142,7 @@ def of_simulator(book: Book, paper: str, rows: list[dict[str, Any]]) -> Iterator
             published=published,
             verdict=book.filled(headline.why, ours),
         )
-        if not headline.why:
+        if not headline.why:  # otherwise the reason why it is not simulated
             figure = ours[headline.cell]
             here = 1 + figure / 100 if is_gain else figure
             off, verdict = judged(book, headline.cell, here, published)

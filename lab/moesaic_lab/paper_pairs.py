@@ -1,4 +1,8 @@
-"""Measured pairs of methods that differ by one technique."""
+"""Measured pairs of methods that differ by one technique.
+
+The name of a method is a list of words, such as "s2, saa, 2 chunks": one word more, or another one,
+is a technique. A gain is the time without the technique over the time with it.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +31,33 @@ def pairs(
     """
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        if (
-            row.get("part") != "search"
-            and ("method" in row or "plan" in row)
-            and row.get("bed", "").startswith(bed)
-        ):
-            cases.setdefault(tuple(row.get(key) for key in CASE), {})[
-                row.get("plan") or row["method"]
-            ] = row
+        name = row.get("plan") or row.get("method")
+        is_searched = row.get("part") == "search"
+        if name and not is_searched and row.get("bed", "").startswith(bed):
+            case = tuple(row.get(key) for key in CASE)
+            cases.setdefault(case, {})[name] = row
+
     gains = []
     for methods in cases.values():
         for name, row in methods.items():
             words = name.split(", ")
-            other = methods.get(
-                ", ".join(filter(None, (without if each == word else each for each in words)))
-            )
-            if word in words and other is not None and seconds(other) and seconds(row):
-                known = "predicted_seconds" in row and "predicted_seconds" in other
-                predicted = other["predicted_seconds"] / row["predicted_seconds"] if known else None
-                gains.append((seconds(other) / seconds(row), predicted))
+            if word not in words:
+                continue
+            other_words = [without if each == word else each for each in words]
+            other = methods.get(", ".join(each for each in other_words if each))
+            if other is None or not seconds(other) or not seconds(row):
+                continue
+            predicted = None
+            if "predicted_seconds" in row and "predicted_seconds" in other:
+                predicted = other["predicted_seconds"] / row["predicted_seconds"]
+            gains.append((seconds(other) / seconds(row), predicted))
     return gains
 
 
 def seconds(row: Row) -> float:
     """Return the measured seconds of a row; 0 if it was only simulated."""
-    measured = (row.get(key) for key in ("median_seconds", "measured_seconds", "seconds"))
-    return next((float(each) for each in measured if isinstance(each, float)), 0.0)
+    for key in ("median_seconds", "measured_seconds", "seconds"):
+        value = row.get(key)
+        if isinstance(value, float):
+            return value
+    return 0.0

@@ -1,4 +1,10 @@
-"""Tables that only one paper's page has: a figure or table of the paper beside ours."""
+"""Tables that only one paper's page has: a figure or table of the paper beside ours.
+
+Rows are those of committed results of benchmarks, dicts by key. The key "plain_over_this" has a
+gain: the time without a technique over that with it; "time_ratio" is the inverse. Locality is 0 if
+all samples choose experts alike, and 1 if each has experts of its own. `two_stage` is NetMoE's
+placement of samples.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +43,11 @@ def predictor(rows: Sequence[Row]) -> str:
         for row in plain
     ]
     mean = statistics.mean(measured)
-    r2 = 1 - sum(error**2 for error in errors) / sum((each - mean) ** 2 for each in measured)
-    johnny, trevor = (
-        read_book().value(f"fastermoe.predictor.{name}") for name in ("johnny", "trevor")
-    )
+    unexplained = sum(error**2 for error in errors)
+    spread = sum((each - mean) ** 2 for each in measured)
+    r2 = 1 - unexplained / spread
+    johnny = read_book().value("fastermoe.predictor.johnny")
+    trevor = read_book().value("fastermoe.predictor.trevor")
     return (
         "Section 5.3: the time of the busiest link (equation 2) plus that of the busiest rank "
         f"(equation 1) against {len(plain)} measured layers without a technique: R^2 {r2:.3f}, "
@@ -70,10 +77,11 @@ def by_load(rows: Sequence[Row]) -> Iterator[str]:
         for case, methods in cases.items():
             if case.startswith(SYNTHETIC) is not is_synthetic:
                 continue
-            gains = [
-                f"{row['plain_over_this']:.2f} ({span(row['plain_over_this_95'])})"
-                for row in (methods[name] for name in names)
-            ]
+            gains = []
+            for name in names:
+                row = methods[name]
+                interval = span(row["plain_over_this_95"])
+                gains.append(f"{row['plain_over_this']:.2f} ({interval})")
             plain = methods["plain ep"]
             lines.append([case, plain["bed"], share(plain["max_vio"]), *gains])
         yield (
@@ -88,7 +96,6 @@ def times_to_loss(rows: Sequence[Row]) -> str:
     times = table_3()
     steps = value("fastermoe.steps.gate") / value("fastermoe.steps.plain")
     step = value("fastermoe.step.gate") / value("fastermoe.step.plain")
-    published = {"topology": (share(step), share(steps), f"{times['topology']:.3f}")}
     lines = [
         [
             "gate over plain top-2",
@@ -96,16 +103,25 @@ def times_to_loss(rows: Sequence[Row]) -> str:
             *("time to a loss, published", "here"),
         ]
     ]
-    for row in rows[1:]:
+    for row in rows[1:]:  # the first is plain top-2 itself
         gate = row["gate"]
-        time = ""
-        if gate in times:
-            time = share(times[gate])
-        of_paper = published.get(gate, ("", "", time))
+        published_step = ""
+        published_steps = ""
+        published_time = share(times[gate]) if gate in times else ""
+        if gate == "topology":  # only of this gate the paper prints steps and their time
+            published_step = share(step)
+            published_steps = share(steps)
+            published_time = f"{times[gate]:.3f}"
         here = f"{row['time_to_loss_ratio']:.2f} ({row['time_to_loss_least']:.2f} to "
         here += f"{row['time_to_loss_most']:.2f} by seed)"
-        ours = (share(row["step_time_ratio"]), share(row["steps_to_loss_ratio"]), here)
-        lines.append([gate, *(each for pair in zip(of_paper, ours) for each in pair)])
+        lines.append(
+            [
+                gate,
+                *(published_step, share(row["step_time_ratio"])),
+                *(published_steps, share(row["steps_to_loss_ratio"])),
+                *(published_time, here),
+            ]
+        )
     return (
         "### Table 3: time to a loss\n\nThe topology gate over FasterMoE without it, GShard and "
         f"BASE over FastMoE's top-2 (`gates_loss.json`):\n\n{markdown_table(lines)}"
@@ -114,6 +130,7 @@ def times_to_loss(rows: Sequence[Row]) -> str:
 
 def perplexities(rows: Sequence[Row]) -> str:
     """Return ScheMoE's Table 6 beside our perplexities."""
+    # The rows with more steps only show that training has converged.
     fewest = min(row["steps"] for row in rows)
     lines = [["model or codec", "published", "over no codec", "here", "least to most", "over no"]]
     found = {row["codec"]: row for row in rows if row["steps"] == fewest}
@@ -166,22 +183,20 @@ def trained(rows: Sequence[Row]) -> str:
     ]
     for text in dict.fromkeys(row["text"] for row in chosen):
         steps = sorted({row["step"] for row in chosen if row["text"] == text})
-        for part in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
-            of_part = [row for row in chosen if row["text"] == text and row["step"] in part]
-            simulated = [row for row in of_part if "time_ratio" not in row]
-            measured = [
-                (
-                    f"{row['bed']}: {1 / row['time_ratio']:.2f} "
-                    f"({span([1 / row['time_ratio_high'], 1 / row['time_ratio_low']])})"
-                )
-                for row in of_part
-                if "time_ratio" in row
-            ]
+        middle = len(steps) // 2
+        for half in (steps[:middle], steps[middle:]):
+            of_half = [row for row in chosen if row["text"] == text and row["step"] in half]
+            simulated = [row for row in of_half if "time_ratio" not in row]
+            measured = []
+            for row in of_half:
+                if "time_ratio" in row:
+                    interval = span([1 / row["time_ratio_high"], 1 / row["time_ratio_low"]])
+                    measured.append(f"{row['bed']}: {1 / row['time_ratio']:.2f} ({interval})")
             saved = span([100 * row["predicted_inter_saved"] for row in simulated], "%")
             gain = span([1 / row["predicted_time_ratio"] for row in simulated])
             locality = span([row["locality"] for row in simulated])
             lines.append(
-                [text, f"{part[0]} to {part[-1]}", locality, saved, gain, "; ".join(measured)]
+                [text, f"{half[0]} to {half[-1]}", locality, saved, gain, "; ".join(measured)]
             )
     return markdown_table(lines) if chosen else ""
 
@@ -227,13 +242,12 @@ def bounds(rows: Sequence[Row]) -> str:
         if not row["cell"].startswith("netmoe.change."):
             continue
         _, _, gpus, model = row["cell"].split(".")
-        cells = [
-            each
-            for value in (row["published"], row["ours"])
-            for each in (
-                ("", "") if value is None else (f"{-value:.1f} %", share(1 / (1 + value / 100)))
-            )
-        ]
+        cells = []
+        for change in (row["published"], row["ours"]):  # percent, negative if it saves
+            if change is None:
+                cells += ["", ""]
+            else:
+                cells += [f"{-change:.1f} %", share(1 / (1 + change / 100))]
         lines.append([str(int(gpus) // 8), model, *cells])
     value = read_book().value("netmoe.speedup.fastmoe")
     return (
@@ -243,6 +257,8 @@ def bounds(rows: Sequence[Row]) -> str:
 
 
 def span(values: Sequence[float], unit: str = "") -> str:
-    """Return the least and the largest of some figures."""
+    """Return the least and the largest of some figures: whole ones with a unit, else with two
+    decimals."""
     digits = 0 if unit else 2
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}{unit and ' ' + unit}"
+    suffix = f" {unit}" if unit else ""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}{suffix}"

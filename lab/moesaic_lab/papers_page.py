@@ -120,13 +120,19 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
 
 def measured_in(paper: str) -> list[str]:
     """Return the benchmarks whose measurements a paper's page shows, without its headlines."""
-    shown = [result for each in TECHNIQUES if each.paper == paper for result, *_ in each.measured]
-    return sorted({*shown, *filter(None, [TRAINED.get(paper)])})
+    shown: set[str] = set()
+    for technique in TECHNIQUES:
+        if technique.paper == paper:
+            shown.update(result for result, *_ in technique.measured)
+    if paper in TRAINED:
+        shown.add(TRAINED[paper])
+    return sorted(shown)
 
 
 def summary(paper: str, results: Mapping[str, Any]) -> str:
     """Return a line per technique and benchmark: the simulated map in short, beside the measured
     pairs."""
+    # A row of `measured`: a benchmark, and the arguments of `pairs`.
     names = (
         "technique|simulated gain|pays from, tokens per rank|measured|faster in, cases|median gain"
         "|range of gains|predicted gain"
@@ -144,10 +150,10 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
                 continue
             values = [gain for gain, _ in found]
             predicted = [each for _, each in found if each is not None]
-            on = f" on {words[2]}" if len(words) > 2 else ""
-            beds = "" if on else beds_of(rows, words[0])
+            # The third word, if there is one, is the only bed that counts.
+            where = f" on {words[2]}" if len(words) > 2 else beds_of(rows, words[0])
             measured = [
-                f"{len(values)} {SOURCES[result]}{on or beds} (`{result}.json`)",
+                f"{len(values)} {SOURCES[result]}{where} (`{result}.json`)",
                 str(sum(value > 1 for value in values)),
                 share(statistics.median(values)),
                 f"{min(values):.2f} to {max(values):.2f}",
@@ -160,20 +166,23 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
 def beds_of(rows: Sequence[Row], word: str) -> str:
     """Return on which emulated clusters methods with a word in their names were measured, nodes x
     ranks per node; "" if rows do not tell."""
-    named = [
-        row
-        for row in rows
-        if "bed" in row
-        and row.get("part") != "search"
-        and word in (row.get("plan") or row.get("method") or "").split(", ")
-    ]
-    found = {row["bed"].split()[0].rstrip(",") for row in named}
-    beds = sorted(bed for bed in found if bed[0].isdigit())
-    return f" on {', '.join(beds)}" if beds else ""
+    beds = set()
+    for row in rows:
+        method = row.get("plan") or row.get("method") or ""
+        if "bed" in row and row.get("part") != "search" and word in method.split(", "):
+            # A bed's name begins with its shape, as "2x4 200mbit"; other names have none.
+            first, *_ = row["bed"].split()
+            if first[0].isdigit():
+                beds.add(first.rstrip(","))
+    return f" on {', '.join(sorted(beds))}" if beds else ""
 
 
 def in_short(maps: Sequence[Row]) -> tuple[str, str]:
-    """Return a technique's range over its map, and where it begins to pay at the paper's links."""
+    """Return a technique's range over its map, and where it begins to pay at the paper's links.
+
+    Args:
+        maps: rows of `moesaic bench pays`.
+    """
     if not maps:
         return "", ""
     starts = []
@@ -181,20 +190,22 @@ def in_short(maps: Sequence[Row]) -> tuple[str, str]:
         if row["links"] == 1:
             where = f"width {row['width']}{', skewed' if row['skew'] else ''}"
             starts.append(f"{where}: {crossing(row)}")
-    return f"{min(r['least'] for r in maps):.2f} to {max(r['most'] for r in maps):.2f}", "; ".join(
-        starts
-    )
+    least = min(row["least"] for row in maps)
+    most = max(row["most"] for row in maps)
+    return f"{least:.2f} to {most:.2f}", "; ".join(starts)
 
 
 def crossing(row: Row) -> str:
-    """Return in words where a gain is above 1."""
+    """Return in words where a gain is above 1, in tokens per rank."""
     if not row["crossovers"]:
         return "always" if row["least"] >= 1 else "never"
+    # At each crossover the gain rises above 1 or falls below it, in turn.
     rises = row["gains"][0] < 1
-    words = ["from", "up to"] if rises else ["up to", "from"]
-    return " ".join(
-        f"{words[number % 2]} {tokens:,.0f}" for number, tokens in enumerate(row["crossovers"])
-    )
+    words = []
+    for tokens in row["crossovers"]:
+        words.append(f"from {tokens:,.0f}" if rises else f"up to {tokens:,.0f}")
+        rises = not rises
+    return " ".join(words)
 
 
 def map_table(maps: Sequence[Row], technique: str) -> str:
@@ -222,23 +233,20 @@ def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
     locality of samples."""
     if paper == "netmoe":
         rows = [row for row in results["netmoe"]["rows"] if row["part"] == "simulated"]
-        lines = tuple(
-            PlottedSeries(
-                name=f"{ranks} ranks per node",
-                x=tuple(row["locality"] for row in rows if row["per_node"] == ranks),
-                y=tuple(
-                    1 / row["predicted_time_ratio"] for row in rows if row["per_node"] == ranks
-                ),
-            )
-            for ranks in dict.fromkeys(row["per_node"] for row in rows)
-        )
+        lines = []
+        for ranks in dict.fromkeys(row["per_node"] for row in rows):
+            own = [row for row in rows if row["per_node"] == ranks]
+            localities = tuple(row["locality"] for row in own)
+            gains = tuple(1 / row["predicted_time_ratio"] for row in own)
+            lines.append(PlottedSeries(name=f"{ranks} ranks per node", x=localities, y=gains))
         yield Panel(
-            title="placement over FastMoE", x_title="locality", y_title="gain", series=lines
+            title="placement over FastMoE", x_title="locality", y_title="gain", series=tuple(lines)
         )
     maps = [row for row in results["pays"]["rows"] if row["paper"] == paper and row["links"] == 1]
     for name in dict.fromkeys(row["technique"] for row in maps):
         chosen = [row for row in maps if row["technique"] == name]
         x = tuple(map(float, chosen[0]["tokens"]))
+        # A line at 1, above which the technique pays.
         series = [PlottedSeries(name="equal", x=(x[0], x[-1]), y=(1.0, 1.0))]
         for row in chosen:
             label = f"width {row['width']}{', skewed' if row['skew'] else ''}"
@@ -254,7 +262,11 @@ def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
 
 
 def claims_of(claims: Sequence[Row], ours: Mapping[str, float]) -> str:
-    """Return a table of claims, with the reason of each that is missed."""
+    """Return a table of claims, with the reason of each that is missed.
+
+    Args:
+        ours: our simulated figures by name, which the reasons may quote.
+    """
     lines = [[*CLAIM_COLUMNS]]
     book = read_book()
     for claim in claims:
@@ -264,12 +276,17 @@ def claims_of(claims: Sequence[Row], ours: Mapping[str, float]) -> str:
             value = claim["reason"]
         else:
             value = with_unit(f"{claim['value']:.3g}", claim.get("unit", "1"))
-        lines.append([f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds])
+        target = f"{claim['op']} {claim['target']:g}"
+        lines.append([f"`{claim['name']}`", value, target, holds])
     return markdown_table(lines)
 
 
 def simulated_of(paper: str, results: Mapping[str, Any], about: Row) -> Iterator[str]:
-    """Yield the tables and lists of a paper's simulated figures."""
+    """Yield the tables and lists of a paper's simulated figures.
+
+    Args:
+        about: findings, constants, assumptions and unexplained figures of the paper.
+    """
     chosen = [row for row in results["reproduce"]["rows"] if row["paper"] == paper]
     yield from (
         rows_table(paper, chosen, role)
@@ -298,31 +315,26 @@ def simulated_of(paper: str, results: Mapping[str, Any], about: Row) -> Iterator
 
 def rows_table(paper: str, rows: Sequence[Row], role: str) -> str:
     """Return a folded table of a paper's rows that have one role; "" if none has."""
-    no_prediction = role == "no prediction"
-    last = (
-        ["simulated with assumed sizes", "unit", "not printed"]
-        if no_prediction
-        else ["simulated", "unit", "off by"]
-    )
+    last = ["simulated", "unit", "off by"]
+    if role == "no prediction":
+        last = ["simulated with assumed sizes", "unit", "not printed"]
     lines = [[role, "place", "published", *last]]
     book = read_book()
     for row in rows:
         if row["role"] != role:
             continue
         error = row["error"]
-        off = (
-            row["not_printed"]
-            if no_prediction
-            else ""
-            if error is None
-            else f"{error:.1f}"
-            if row["unit"] == "points"
-            else f"{error:.1%}"
-        )
+        if role == "no prediction":
+            off = row["not_printed"]
+        elif error is None:
+            off = ""
+        else:
+            off = f"{error:.1f}" if row["unit"] == "points" else f"{error:.1%}"
         published = "." if row["published"] is None else f"{row['published']:g}"
         name = row["cell"].removeprefix(f"{paper}.")
         place = book.cells[row["cell"]].place
-        lines.append([f"`{name}`", place, published, f"{row['ours']:.4g}", row["unit"], off])
+        ours = f"{row['ours']:.4g}"
+        lines.append([f"`{name}`", place, published, ours, row["unit"], off])
     if len(lines) == 1:
         return ""
     return folded(f"{len(lines) - 1} figures, {role}", markdown_table(lines))

@@ -73,10 +73,13 @@ class Technique:
 
 def _technique(entry: dict[str, Any]) -> Technique:
     """Return a technique from its table in the configuration."""
-    plans = {
-        key: override(Plan(), entry.get(key, {}), source=str(CONFIG)) for key in ("plan", "without")
+    source = str(CONFIG)
+    fields = entry | {
+        "plan": override(Plan(), entry.get("plan", {}), source=source),
+        "without": override(Plan(), entry.get("without", {}), source=source),
+        "measured": tuple(tuple(words) for words in entry["measured"]),
     }
-    return Technique(**{**entry, **plans, "measured": tuple(map(tuple, entry["measured"]))})
+    return Technique(**fields)
 
 
 TECHNIQUES = tuple(map(_technique, read_table(CONFIG)["techniques"]))
@@ -92,20 +95,18 @@ class TechniqueBed:
     def __init__(self, technique: Technique, faster: float) -> None:
         self.technique = technique
         self.grid = technique.grid
-        spec = read_cluster(
-            technique.cluster, nodes=16 // read_cluster(technique.cluster).devices_per_node
-        )
-        links = (
-            replace(link, gbps=tuple(faster * rate for rate in link.gbps))
-            if link.carries == "outside"
-            else link
-            for link in spec.links
-        )
+        per_node = read_cluster(technique.cluster).devices_per_node
+        spec = read_cluster(technique.cluster, nodes=RANKS // per_node)
+        links = []
+        for link in spec.links:
+            if link.carries == "outside":
+                link = replace(link, gbps=tuple(faster * rate for rate in link.gbps))
+            links.append(link)
         # as our layers send; the plan "sequential" sends in turn
         host = replace(spec.host, messages="together")
         self.spec: ClusterSpec = replace(spec, links=tuple(links), host=host)
         self._simulator = Simulator(self.spec)
-        self._beds: dict[Model, FasterMoEBed | None] = {}
+        self._beds: dict[Model, FasterMoEBed] = {}
         self._compiled = {
             plan: compile_plan(plan, self.grid) for plan in (technique.plan, technique.without)
         }
@@ -132,13 +133,16 @@ class TechniqueBed:
         return slow / self._seconds(technique.plan, layer, skew, technique.shadows)
 
     def _seconds(self, plan: Plan, layer: Workload, skew: float, shadows: bool) -> float:
-        """Return the simulated seconds of a layer under a plan."""
+        """Return the simulated seconds of a layer, forward and backward, under a plan."""
         if shadows or self.technique.paper == "fastermoe":
             model = Model(cluster="johnny", gpus=16, tokens=layer.tokens, dim=layer.dim)
-            bed = self._beds.setdefault(model, None) or FasterMoEBed(model, self.spec)
-            self._beds[model] = bed
+            if model not in self._beds:
+                self._beds[model] = FasterMoEBed(model, self.spec)
+            bed = self._beds[model]
             counts = bed.counts(skew, SEED)
-            return bed.shadowed(plan, counts, bed.chosen(counts, "corrected") if shadows else [])
+            shadowed = bed.chosen(counts, "corrected") if shadows else []
+            return bed.shadowed(plan, counts, shadowed)
+
         compiled: Compiled = self._compiled[plan]
         if not skew:
             return self._simulator.layer_seconds(
@@ -155,12 +159,15 @@ class TechniqueBed:
 
 
 def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:
-    """Return the tokens at which a gain passes 1, each between two of the sizes."""
-    found = []
-    for (x0, y0), (x1, y1) in itertools.pairwise(zip(map(math.log, tokens), gains)):
-        if (y0 < 1) != (y1 < 1):
-            found.append(math.exp(x0 + (x1 - x0) * (1 - y0) / (y1 - y0)))
-    return found
+    """Return the tokens at which a gain passes 1, each between two of the sizes: interpolated
+    linearly over the logarithm of the tokens."""
+    crossings = []
+    points = zip(map(math.log, tokens), gains)
+    for (x0, gain0), (x1, gain1) in itertools.pairwise(points):
+        if (gain0 < 1) != (gain1 < 1):
+            x = x0 + (x1 - x0) * (1 - gain0) / (gain1 - gain0)
+            crossings.append(math.exp(x))
+    return crossings
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:

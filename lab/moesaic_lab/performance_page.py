@@ -50,13 +50,13 @@ def page(text: str, results: Mapping[str, dict[str, Any]]) -> str:
     shown = [name for names in REGION.findall(text) for name in names.split(", ")]
 
     def written(region: re.Match[str]) -> str:
+        """Return a region of the page with new content."""
         names = region[1].split(", ")
         if names == [OTHERS]:
-            others = [
-                f"`{name}.json`" + " (stale)" * ("stale" in results[name])
-                for name in results
-                if name not in shown
-            ]
+            others = []
+            for name, result in results.items():
+                if name not in shown:
+                    others.append(f"`{name}.json`{' (stale)' if 'stale' in result else ''}")
             content = f"Further figures are in {', '.join(others)}."
         else:
             content = section(names, results)
@@ -74,19 +74,16 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
     ]
     lines = [CLAIM_COLUMNS, *(line(alike) for alike in families(claims))]
     missed = [f"`{claim['name']}`" for claim in claims if claim["holds"] is False]
-    verdict = (
-        f"Missed: {', '.join(missed)}."
-        if len(missed) <= FEW
-        else f"Missed: {len(missed)} of {len(claims)}."
-    )
     if not missed:
         verdict = "Every target holds."
+    elif len(missed) <= FEW:
+        verdict = f"Missed: {', '.join(missed)}."
+    else:
+        verdict = f"Missed: {len(missed)} of {len(claims)}."
     where = f"Measured {measured(dict(answers))}." if answers else "Not measured."
-    where += "".join(
-        f" **Stale:** `{name}.json`, {result['stale']}."
-        for name, result in answers
-        if "stale" in result
-    )
+    for name, result in answers:
+        if "stale" in result:
+            where += f" **Stale:** `{name}.json`, {result['stale']}."
     return f"{verdict} {where}\n\n{markdown_table(lines)}"
 
 
@@ -97,33 +94,38 @@ def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         words = claim["name"].split(".")
-        missed = "" if words[0] == "papers" else words[-1]
-        word = {True: "", False: missed, None: claim.get("reason", "")}[claim["holds"]]
-        groups.setdefault(
-            (words[0], claim["holds"], word, claim["op"], claim["target"]), []
-        ).append(claim)
+        first = words[0]
+        if claim["holds"] is None:
+            detail = claim.get("reason", "")
+        else:
+            detail = "" if claim["holds"] or first == "papers" else words[-1]
+        key = (first, claim["holds"], detail, claim["op"], claim["target"])
+        groups.setdefault(key, []).append(claim)
     return list(groups.values())
 
 
 def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table cells of a claim, or of the worst claim of a family."""
-    is_measured = alike[0]["value"] is not None
-    worst = max if alike[0]["op"] == "<=" else min
-    claim = worst(alike, key=lambda each: each["value"]) if is_measured else alike[0]
-    if is_measured:
-        value = with_unit(f"{claim['value']:.4g}", claim.get("unit", "1"))
-    else:
+    claim = alike[0]
+    if claim["value"] is None:
         value = f"not measured: {claim['reason']}"
-    if "case" in claim:
-        value += f" ({claim['case']})"
+    else:
+        worst = max if claim["op"] == "<=" else min
+        claim = worst(alike, key=lambda each: each["value"])
+        value = with_unit(f"{claim['value']:.4g}", claim.get("unit", "1"))
+        if "case" in claim:
+            value += f" ({claim['case']})"
     words = {
         True: "the worst of {} with",
         False: "the worst of {} that miss",
         None: "one of {} with",
     }
-    among = f" ({words[claim['holds']].format(len(alike))} this target)" if alike[1:] else ""
+    among = ""
+    if len(alike) > 1:
+        among = f" ({words[claim['holds']].format(len(alike))} this target)"
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
-    return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
+    target = f"{claim['op']} {claim['target']:g}"
+    return [f"`{claim['name']}`{among}", value, target, holds]
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ spread and lower bound."""
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import InputError
 from moesaic_lab.measure import Timing
@@ -69,9 +70,8 @@ class PlottedSeries:
     def __post_init__(self) -> None:
         for name in ("y", "low", "high", "bounds"):
             values = getattr(self, name)
-            assert not (values or name == "y") or len(values) == len(self.x), (
-                f"{self.name}: {name} does not fit x"
-            )
+            is_left_out = not values and name != "y"
+            assert is_left_out or len(values) == len(self.x), f"{self.name}: {name} does not fit x"
 
     @classmethod
     def of(
@@ -86,17 +86,24 @@ class PlottedSeries:
             points: position, times and lower bound in seconds of each point; 0 for no bound.
             scales: factor on the seconds of each point; None for milliseconds.
         """
-        rows = [
-            (float(x), t, bound, scale)
-            for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))
-        ]
+        positions: list[float] = []
+        medians: list[float] = []
+        lows: list[float] = []
+        highs: list[float] = []
+        bounds: list[float | None] = []
+        for (x, timing, bound), scale in zip(points, scales or itertools.repeat(1e3)):
+            positions.append(float(x))
+            medians.append(scale * timing.median)
+            lows.append(scale * timing.low)
+            highs.append(scale * timing.high)
+            bounds.append(scale * bound if bound else None)
         return cls(
             name=name,
-            x=tuple(x for x, *_ in rows),
-            y=tuple(scale * timing.median for _, timing, _, scale in rows),
-            low=tuple(scale * timing.low for _, timing, _, scale in rows),
-            high=tuple(scale * timing.high for _, timing, _, scale in rows),
-            bounds=tuple(scale * bound if bound else None for *_, bound, scale in rows),
+            x=tuple(positions),
+            y=tuple(medians),
+            low=tuple(lows),
+            high=tuple(highs),
+            bounds=tuple(bounds),
         )
 
 
@@ -174,7 +181,9 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
     from matplotlib.figure import Figure
 
     columns = min(columns, max(len(panels), 1))
-    rows = max(-(-len(panels) // columns), 1)
+    rows = max(math.ceil(len(panels) / columns), 1)
+
+    # Room for the legend above, and for the lines of the notes below, in inches.
     below = textwrap.fill(_plain(notes), 48 * columns)
     extra = 0.9 + 0.16 * (below.count("\n") + 1)
     drawing = Figure(figsize=(WIDTH * columns, HEIGHT * rows + extra), layout="constrained")
@@ -184,7 +193,12 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
         _draw(panel, on, of_name)
     for on in axes[len(panels) :]:
         on.set_axis_off()
-    shown = {label: handle for on in axes for handle, label in zip(*on.get_legend_handles_labels())}
+
+    # One legend for all panels: a name is listed once.
+    shown: dict[str, Any] = {}
+    for on in axes:
+        handles, labels = on.get_legend_handles_labels()
+        shown.update(zip(labels, handles))
     heading = {"title": _plain(title), "title_fontproperties": {"size": 12, "weight": "bold"}}
     drawing.legend(
         shown.values(),
@@ -201,12 +215,18 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
 
 
 def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
-    """Draw one panel: medians with their spread, and bounds as short horizontal marks."""
+    """Draw one panel: medians with their spread, and bounds as short horizontal marks.
+
+    Args:
+        of_name: the colour of each series.
+    """
     width = BAR_SHARE / max(len(panel.series), 1)
     for place, series in enumerate(panel.series):
         colour = of_name[series.name]
         name = _plain(series.name)
-        shift = (place - (len(panel.series) - 1) / 2) * width if panel.categories else 0.0
+        # The bars of a category stand side by side, its position in their middle.
+        middle = (len(panel.series) - 1) / 2
+        shift = (place - middle) * width if panel.categories else 0.0
         at = [x + shift for x in series.x]
         if panel.categories:
             on.bar(at, series.y, width * 0.92, color=colour, label=name)
@@ -222,7 +242,9 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
             )
         bounds = [(x, bound) for x, bound in zip(at, series.bounds) if bound is not None]
         if bounds:
-            on.plot(*zip(*bounds), linestyle="", marker="_", color=BOUND, label=BOUND_NAME)
+            bound_x, bound_y = zip(*bounds)
+            on.plot(bound_x, bound_y, linestyle="", marker="_", color=BOUND, label=BOUND_NAME)
+
     on.set(title=_plain(panel.title), xlabel=_plain(panel.x_title), ylabel=_plain(panel.y_title))
     if panel.log_x:
         on.set_xscale("log")
@@ -237,7 +259,9 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
             [_plain(_wrapped(name, letters)) for name in panel.categories],
         )
     elif panel.x_ticks:
-        on.set_xticks([x for x, _ in panel.x_ticks], [_plain(text) for _, text in panel.x_ticks])
+        positions = [x for x, _ in panel.x_ticks]
+        labels = [_plain(text) for _, text in panel.x_ticks]
+        on.set_xticks(positions, labels)
         on.set_xticks([], minor=True)
     on.title.set_fontsize(9)
     on.tick_params(labelsize=7)

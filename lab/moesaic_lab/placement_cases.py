@@ -155,9 +155,12 @@ class Layers(nn.Module):
             moe = self.moes[number]
             assert isinstance(moe, MoE)
             inputs = norm(x) if self.case.norm == "before" else x
-            y = reference(moe, inputs[positions], mask=None if mask is None else mask[positions]).y[
-                positions.argsort()
-            ]
+
+            # The layer sees the samples in their order on the mesh; its results go back to ours.
+            local_mask = None if mask is None else mask[positions]
+            results = reference(moe, inputs[positions], mask=local_mask).y
+            y = results[positions.argsort()]
+
             x = x + sample_dropout(y, self.case.dropout, torch.arange(len(x)), number)
             if self.case.norm == "after":
                 x = norm(x)
@@ -167,7 +170,12 @@ class Layers(nn.Module):
         self, x: Tensor, mask: Tensor | None, relocator: Relocator
     ) -> tuple[Tensor, list[bool]]:
         """Return the output for this rank's samples, which move in between, and for each layer
-        whether its residual travelled with the results."""
+        whether its residual travelled with the results.
+
+        Args:
+            x: this rank's samples, (samples, length, dim).
+            mask: of all ranks' samples, (samples, length) bool, or None.
+        """
         trip = relocator.start(
             [Following(moe.router, self.case.top_k) for moe in self.moes],  # type: ignore[arg-type]
             *x.shape[:2],
@@ -185,9 +193,7 @@ class Layers(nn.Module):
                     y, self.case.dropout, samples_of(relocator, move.after), number
                 )
             else:
-                residual = Residual(
-                    x, {"before": norm, "none": None, "after": None}[self.case.norm]
-                )
+                residual = Residual(x, norm if before else None)
                 x = MovingMoE(moe)(inputs, move=move, residual=residual, mask=local_mask)
             if self.case.norm == "after":
                 x = norm(x)
@@ -201,15 +207,20 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
     grid, plan = MESHES[mesh_name]
     torch.manual_seed(seed)
     layers = Layers(case).double()
-    x, upstream = (torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64) for _ in range(2))
+    x = torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64)
+    upstream = torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64)  # gradient of the output
     mask = torch.rand(SAMPLES, LENGTH) > 0.3 if case.padding else None
     homes = random_homes(grid, SAMPLES // grid.world, np.random.default_rng(seed))
+
+    # The reference: one process, all samples.
     alone = copy.deepcopy(layers)
     leaf = x.clone().requires_grad_()
-    expected = alone.dense(leaf, mask, torch.from_numpy(homes.samples.reshape(-1).copy()))
+    order = torch.from_numpy(homes.samples.reshape(-1).copy())
+    expected = alone.dense(leaf, mask, order)
     (expected * upstream).sum().backward()
 
     def rank(transport: AbstractTransport) -> dict[str, Any]:
+        """Run this rank's samples; return the largest error, and which residuals travelled."""
         mine = copy.deepcopy(layers)
         mesh = Mesh(grid, transport)
         for moe in mine.moes:
@@ -218,21 +229,24 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
         first = grid.coordinate(transport.rank, "dp") * share
         own = slice(first, first + share)
         inputs = x[own].clone().requires_grad_()
-        y, rides = mine.placed(inputs, mask, Relocator(mesh, Given([homes, homes])))
+        relocator = Relocator(mesh, Given([homes, homes]))
+        y, rides = mine.placed(inputs, mask, relocator)
         (y * upstream[own]).sum().backward()
         average_gradients(mine, mesh)
+
+        # Pairs of actual and expected; averaged gradients are 1 / dp of the reference's sums.
         pairs = [(y, expected[own]), (inputs.grad, leaf.grad[own])]  # type: ignore[index]
         for name, parameter in alone.named_parameters():
             expected_grad = parameter.grad
             grad = mine.get_parameter(name).grad
             if expected_grad is None:
                 continue
-            if ".experts." in name and ".shared." not in name:
+            if ".experts." in name and ".shared." not in name:  # this rank's shard of the experts
                 dim = alone.moes[0].experts.shard_dim(name.rpartition(".")[2])  # type: ignore[union-attr, operator]
                 expected_grad = shard_of(expected_grad, grid, transport.rank, dim)
-            pairs.append(
-                (torch.zeros_like(expected_grad) if grad is None else grad, expected_grad / grid.dp)
-            )
+            if grad is None:
+                grad = torch.zeros_like(expected_grad)
+            pairs.append((grad, expected_grad / grid.dp))
         error = max(
             relative(actual.detach(), wanted.detach(), least=1e-30)  # type: ignore[union-attr]
             for actual, wanted in pairs

@@ -9,6 +9,9 @@ the measure is the rows at the busiest place, and moving is free. A gap is the s
 policy takes longer, or has more rows, than the best placement. Times are of one two-stage decision
 for 16 ranks in two nodes, on this processor, next to those of KM and PuLP in NetMoE's Table 4.
 
+A load says how many copies go from where to which expert. A sample's home is its rank, an expert's
+place its index in ep; slots are the samples that a rank holds.
+
     moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """
 
@@ -72,7 +75,11 @@ class PlacementGapsOptions(BenchmarkOptions):
 
 
 def of_samples(draws: int) -> Rows:
-    """Return the gaps of the sample-placement policies, for each ratio of link speeds."""
+    """Return the gaps of the sample-placement policies, for each ratio of link speeds.
+
+    Args:
+        draws: random loads of each size.
+    """
     loads = [
         sample_load(nodes, per_node, slots, seed)
         for nodes, per_node in NODES
@@ -99,26 +106,33 @@ def of_samples(draws: int) -> Rows:
 
 
 def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
-    """Return a load in which each sample prefers few experts, with random homes of the samples."""
+    """Return a load in which each sample prefers few experts, with random homes of the samples.
+
+    Args:
+        slots: samples per rank.
+    """
     world = nodes * per_node
-    random = np.random.default_rng((seed, nodes, per_node, slots))
+    samples = world * slots
     num_experts = 2 * world
-    homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
-    tastes = [random.dirichlet(np.full(num_experts, 0.3), size=world * slots) for _ in range(2)]
-    current, following = (
-        np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes
-    )
-    return SampleLoad(
-        Grid(world=world, ep=world, ranks_per_node=per_node), homes, current, following
-    )
+    random = np.random.default_rng((seed, nodes, per_node, slots))
+    homes = Homes.of_ranks(random.permutation(np.arange(samples) // slots), world)
+
+    # Each sample's shares of the experts, (samples, num_experts), in two consecutive layers.
+    shares_now = random.dirichlet(np.full(num_experts, 0.3), size=samples)
+    shares_next = random.dirichlet(np.full(num_experts, 0.3), size=samples)
+    current = np.stack([random.multinomial(16, shares) for shares in shares_now])
+    following = np.stack([random.multinomial(16, shares) for shares in shares_next])
+
+    grid = Grid(world=world, ep=world, ranks_per_node=per_node)
+    return SampleLoad(grid, homes, current, following)
 
 
 def of_solvers(repeats: int) -> Rows:
-    """Return the fastest of `repeats` two-stage decisions, for each solver of the assignments."""
+    """Return the time of the fastest of `repeats` two-stage decisions, for each solver of the
+    assignments, beside what NetMoE prints."""
     rows = Rows()
     for slots, (km, pulp) in TABLE_4.items():
         load = sample_load(2, 8, slots, 0)
-        of_load = {}
         for name, solve in SOLVERS.items():
             placer = TwoStage(least_gain=0.0, solve=solve)
             seconds = []
@@ -126,7 +140,6 @@ def of_solvers(repeats: int) -> Rows:
                 start = time.perf_counter()
                 homes = placer.decide(load)
                 seconds.append(time.perf_counter() - start)
-            of_load[name] = load.volume(homes)
             rows.append(
                 {
                     "part": "solvers",
@@ -135,17 +148,21 @@ def of_solvers(repeats: int) -> Rows:
                     "milliseconds": 1e3 * min(seconds),
                     "km_printed": km,
                     "pulp_printed": pulp,
-                    "rows_between_nodes": of_load[name].inter,
+                    "rows_between_nodes": load.volume(homes).inter,
                 }
             )
     return rows
 
 
 def of_experts(draws: int) -> Rows:
-    """Return the gaps of the expert-placement policies."""
+    """Return the gaps of the expert-placement policies.
+
+    Args:
+        draws: random loads of each size and skew.
+    """
     loads = [
-        expert_load(*place, skew, seed)
-        for place in PLACES
+        expert_load(ep, num_experts, skew, seed)
+        for ep, num_experts in PLACES
         for skew in SKEWS
         for seed in range(draws)
     ]
@@ -164,18 +181,16 @@ def of_experts(draws: int) -> Rows:
 
 
 def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
-    """Return a load in which experts differ in popularity, and ranks slightly in their
-    preferences."""
+    """Return a load in which experts differ in popularity, by a Zipf law with the exponent `skew`,
+    and ranks slightly in their preferences."""
     random = np.random.default_rng((seed, ep, num_experts, round(10 * skew)))
-    popular = random.permutation(np.arange(1, num_experts + 1) ** -skew)
-    tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
-    copies = np.stack([random.multinomial(4096 // ep, taste) for taste in tastes]).astype(
-        np.float64
-    )
+    popularity = random.permutation(np.arange(1, num_experts + 1) ** -skew)
+    shares_of_ranks = random.dirichlet(20 * popularity / popularity.mean(), size=ep)
+    copies = np.stack([random.multinomial(4096 // ep, shares) for shares in shares_of_ranks])
     grid = Grid(world=ep, ep=ep, ranks_per_node=2 if ep % 2 == 0 else None)
     return ExpertLoad(
         grid=grid,
-        copies=copies,
+        copies=copies.astype(np.float64),
         order=random.permutation(num_experts),
         dim=64,
         expert_parameters=1,

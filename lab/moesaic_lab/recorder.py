@@ -65,13 +65,14 @@ class Recorder(AbstractPassing):
         """Ranges of tags with their messages, in the order in which the tags were taken."""
 
     def issue(self, transfer: Transfer) -> Handle:
-        tag_range = next(
-            r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length
-        )
+        """Record the messages under the range that their tag was taken in, and start them."""
+        tag = transfer.tag
+        ranges = [each for each in self.ranges if each.first <= tag < each.first + each.length]
+        tag_range = ranges[-1]
         for peer, tensor in transfer.sends.items():
             num_bytes = tensor.numel() * tensor.element_size()
             tag_range.messages.append(
-                RecordedMessage(transfer.tag - tag_range.first, transfer.rank, peer, num_bytes)
+                RecordedMessage(tag - tag_range.first, transfer.rank, peer, num_bytes)
             )
         return super().issue(transfer)
 

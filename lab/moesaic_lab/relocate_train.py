@@ -8,13 +8,16 @@ batches and weights, with eight sequences of 128 per rank. The loss curves are o
 from scratch on four Gloo processes with eight sequences in all; each run replays the routing of the
 plain run.
 
+A move is what happens to the samples behind one MoE layer, a trip the moves of one forward pass.
+"across" and "inter" are between nodes.
+
     moesaic bench relocate_train --json benchmarks/results/relocate_train.json
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -121,14 +124,17 @@ def pretrain(weights: Path, steps: int) -> None:
     with tempfile.TemporaryDirectory() as out:
         config = replace(configuration(steps, 8), out=out, mesh=MeshConfig())
         train_quietly(config)
-        torch.save(
-            open_run(replace(config, existing="resume"), lambda _: None).model.state_dict(), weights
-        )
+        run = open_run(replace(config, existing="resume"), lambda _: None)
+        torch.save(run.model.state_dict(), weights)
 
 
 def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
-    """Return the rows with step times on the emulated cluster."""
-    steps = options.repeats + 1
+    """Return the rows with step times on the emulated cluster.
+
+    Args:
+        weights: file of the pretrained state dict.
+    """
+    steps = options.repeats + 1  # the first one warms up
     batch_size = 4 * options.sequences
     configs = {
         name: configuration(steps, batch_size, {"balance": METHODS[name]})
@@ -149,24 +155,25 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     with Launcher() as launcher, launcher.open(BED) as ranks:
         of_ranks = ranks.run(step_times, job)
     cell = BedCell(**joined([timed for timed, _ in of_ranks], BED))
+    _, found = of_ranks[0]  # what methods decided is equal on all ranks
+
     rows = []
-    base = cell.across["plain"][0]
-    for name, own in of_ranks[0][1].items():
+    plain_bytes, _ = cell.across["plain"]
+    for name, own in found.items():
         seconds = cell.timings[name]
-        inter_bytes = cell.across[name][0]
+        inter_bytes, _ = cell.across[name]
+        chosen = [f"{option} {number}" for option, number in sorted(own.options.items())]
         rows.append(
             {
                 "method": name,
                 "repeats": options.repeats,
                 "inter_bytes": inter_bytes,
                 **asdict(own),
-                "inter_saved": 1 - inter_bytes / base,
+                "inter_saved": 1 - inter_bytes / plain_bytes,
                 **spread("step_seconds", seconds),
                 **spread("time_ratio", cell.ratio(name, "plain")),
                 "total_ratio": sum(seconds.seconds) / sum(cell.timings["plain"].seconds),
-                "chosen": ", ".join(
-                    f"{option} {number}" for option, number in sorted(own.options.items())
-                ),
+                "chosen": ", ".join(chosen),
             }
         )
     return rows
@@ -181,33 +188,38 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             if name in PLACERS:
                 continue
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
-            routing: dict[str, Any] = (
-                {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
-            )
-            runs[name] = replace(
-                configuration(options.steps, 8, {"balance": METHODS[name]} | routing), out=out
-            )
+            # The first method, plain, records its routing; the others replay it.
+            routing: dict[str, Any] = {"record_routing": "tokens"}
+            if runs:
+                routing = {"replay_routing": runs["plain"].out}
+            config = configuration(options.steps, 8, {"balance": METHODS[name]} | routing)
+            runs[name] = replace(config, out=out)
         on_ranks(4, train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {name: steps_of(read_metrics(Path(run.out))) for name, run in runs.items()}
     rows = []
     plain = lines["plain"]
     for name, of_run in lines.items():
-        difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
-        layers = [
-            layer for line in of_run for layer in line.get("balance", {"layers": []})["layers"]
+        differences = [
+            abs(line["loss"] - plain_line["loss"])
+            for line, plain_line in zip(of_run, plain, strict=True)
         ]
+        layers = []
+        experts_moved = 0
+        for line in of_run:
+            if "balance" in line:
+                layers += line["balance"]["layers"]
+            if "place_experts" in line:
+                experts_moved += line["place_experts"]["experts"]
         rows.append(
             {
                 "method": name,
                 "steps": options.steps,
                 "first_loss": of_run[0]["loss"],
                 "last_loss": of_run[-1]["loss"],
-                "loss_difference": difference,
+                "loss_difference": max(differences),
                 "samples_moved": sum(layer.get("samples_moved", 0.0) for layer in layers),
                 "copies_replicated": sum(layer.get("copies_replicated", 0.0) for layer in layers),
-                "experts_moved": sum(
-                    line["place_experts"]["experts"] for line in of_run if "place_experts" in line
-                ),
+                "experts_moved": experts_moved,
             }
         )
     return rows
@@ -262,7 +274,11 @@ class StepFound:
 
 class Training:
     """A model on a mesh under one method, with an optimizer whose steps change no bit of the
-    weights."""
+    weights.
+
+    Args:
+        name: a method of the job.
+    """
 
     def __init__(self, job: StepJob, name: str, mesh: Mesh) -> None:
         method = job.methods[name]
@@ -297,7 +313,8 @@ class Training:
         """Run a training step; return the loss of this rank's own samples."""
         loss = train_step(self.model, self._optimizer, batch, self.mesh)
         moved = None if self._placement is None else self._placement.after_step()
-        self.experts_moved += 0 if moved is None else moved.experts
+        if moved is not None:
+            self.experts_moved += moved.experts
         return loss
 
     def options(self) -> dict[str, int]:
@@ -329,9 +346,12 @@ def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
         recorder.ranges.clear()
         trainings[name].step(job.batches[steps_taken[name]])
         steps_taken[name] += 1
-        messages.setdefault(name, [sent(recorder)])
+        if name not in messages:
+            messages[name] = [sent(recorder)]
 
-    spans = timed_still({name: partial(step, name) for name in job.methods}, len(job.batches) - 1)
+    steps = {name: partial(step, name) for name in job.methods}
+    repeats = len(job.batches) - 1  # the first step warms up
+    spans = timed_still(steps, repeats)
     found = {
         name: StepFound(
             experts_moved=training.experts_moved, options=training.options(), **_of_trip(training)
@@ -345,34 +365,36 @@ def _of_trip(training: Training) -> dict[str, float]:
     """Return figures about the sample moves of the last forward pass; zeros if no complete set of
     decisions exists."""
     trip = None if training.relocator is None else training.relocator.trip
-    counted = [] if trip is None else [move.copies is not None for move in trip.moves]
-    if trip is None or not all(counted):  # a policy pauses, or an arbiter left samples in place
+    moves = [] if trip is None else trip.moves
+    # Copies are not counted where a policy pauses, or an arbiter left samples in place.
+    if trip is None or any(move.copies is None for move in moves):
         return dict.fromkeys(
             ("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0
         )
-    moves = trip.moves
     mesh = training.mesh
     top_k = training.layers[0].top_k
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
-    decided = moves[:-1]
+    decided = moves[:-1]  # behind the last layer samples only return
     samples = moves[0].before.samples.size
-    before, after = (sum(move.volumes()[part].inter for move in decided) for part in (0, 1))
+    volumes = [move.volumes() for move in decided]
+    rows_before = sum(before.inter for before, _ in volumes)
+    rows_after = sum(after.inter for _, after in volumes)
+
     right = []
     localities = []
     for move, following in zip(moves, [*moves[1:], None]):
         assert move.load is not None
         localities.append(locality(move.load.copies, top_k))
         if following is not None and following.load is not None and move.load.following is not None:
+            # A copy at a wrong expert counts at two: where it was predicted, and where it went.
             wrong = np.abs(move.load.following - following.load.copies).sum() / 2
             right.append(1 - wrong / following.load.copies.sum())
+    moved_nodes = sum(move.before.moved(move.after, node) for move in decided)
+    moved_ranks = sum(move.before.moved(move.after) for move in decided)
     return {
-        "decided_saved": 1 - after / before,
-        "moved_nodes": sum(move.before.moved(move.after, node) for move in decided)
-        / samples
-        / len(decided),
-        "moved_ranks": sum(move.before.moved(move.after) for move in decided)
-        / samples
-        / len(decided),
+        "decided_saved": 1 - rows_after / rows_before,
+        "moved_nodes": moved_nodes / samples / len(decided),
+        "moved_ranks": moved_ranks / samples / len(decided),
         "predicted_right": float(np.mean(right)),
         "locality": float(np.mean(localities)),
     }
@@ -454,9 +476,10 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
             told("training")
             pretrain(weights, options.trained)
         runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
-        by_part = each_kept(
-            keep, {part: run for part, run in runs.items() if part in options.parts}, told
-        )
+        chosen: dict[str, Callable[[], Any]] = {
+            part: run for part, run in runs.items() if part in options.parts
+        }
+        by_part = each_kept(keep, chosen, told)
         return [{"part": part, **row} for part, rows in by_part for row in rows]
 
 

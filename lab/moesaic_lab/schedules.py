@@ -6,6 +6,10 @@ on four Gloo processes (two nodes of two). A recorder on the layer's transport c
 every message by link. The formulas are written out below, for each movement of rows, and share no
 code with the programs.
 
+A movement is named after the slot that it fills: h are rows at their experts, z results back on
+the token's rank, y and z_full what a tensor-parallel group gathers of these, x_wide its gathered
+tokens, w_full gathered weights.
+
     moesaic bench schedules --json benchmarks/results/schedules.json
 """
 
@@ -71,58 +75,70 @@ ranks."""
 
 
 def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
-    """Run a layer forward and backward on one rank; return the bytes that the rank sent."""
+    """Run a layer forward and backward on one rank; return the bytes of rows and weights that the
+    rank sent, without routing weights and indices."""
     recorder = Recorder(transport)
     torch.manual_seed(0)
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=()).double()
     layer.parallelize(Mesh(grid, recorder), plan)
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
     assert layer.on_mesh is not None
-    tables_of = layer.on_mesh._tables
-    seen = list[tuple[CallSizes, Indices]]()
-    layer.on_mesh._tables = lambda *arguments: seen.append(tables_of(*arguments)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    make_tables = layer.on_mesh._tables
+    made_tables: list[tuple[CallSizes, Indices]] = []
+
+    def make_and_keep(*arguments: Any) -> tuple[CallSizes, Indices]:
+        made_tables.append(make_tables(*arguments))
+        return made_tables[-1]
+
+    layer.on_mesh._tables = make_and_keep  # type: ignore[assignment, method-assign]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
+    sizes, _ = made_tables[0]
     compiled: Compiled = compile_plan(plan, grid)
-    bundle_of = {
-        offset + bundle[0]: (direction, program, [program.tasks[place] for place in bundle])
-        for direction, program, offset in (
-            ("forward", compiled.forward, 0),
-            ("backward", compiled.backward, len(compiled.forward.tasks)),
-        )
-        for bundle in bundles(program)
-    }
+    bundle_of = _bundles_by_tag(compiled)
     num_tasks = len(compiled.forward.tasks) + len(compiled.backward.tasks)
-    of_program = next(r for r in recorder.ranges if r.length == num_tasks)
+    of_layer = next(tags for tags in recorder.ranges if tags.length == num_tasks)
+
     counted: dict[str, tuple[int, int]] = {}
-    for sent in of_program.messages:
+    for sent in of_layer.messages:
         direction, program, tasks = bundle_of[sent.tag]
-        small = [
-            task
-            for task in tasks
-            if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)
-        ]
-        if len(small) == len(tasks):
+        num_bytes = sent.num_bytes
+        num_small = 0
+        for task in tasks:
+            source_slot, target_slot = task.of or (task.reads[0], task.writes[0])
+            if program.slot(source_slot).kind in (Kind.LANE, Kind.INDEX):
+                num_bytes -= small_bytes(task, program, sizes, sent)
+                num_small += 1
+        if num_small == len(tasks):
             continue
-        num_bytes = sent.num_bytes - sum(
-            small_bytes(task, program, seen[0][0], sent) for task in small
-        )
-        key = f"{direction} {(tasks[-1].of or (*tasks[-1].reads, tasks[-1].writes[0]))[-1]}"
+        key = f"{direction} {target_slot}"  # a message has the name of its last task
         inside, across = counted.get(key, (0, 0))
         crosses = grid.node_of(sent.source) != grid.node_of(sent.target)
         counted[key] = (inside, across + num_bytes) if crosses else (inside + num_bytes, across)
     return counted
 
 
+def _bundles_by_tag(compiled: Compiled) -> dict[int, tuple[str, Program, list[Task]]]:
+    """Return direction, program and tasks of each bundle, whose tag is its first task's place in
+    the forward and backward program, one after the other."""
+    bundle_of = {}
+    offset = 0
+    for direction, program in (("forward", compiled.forward), ("backward", compiled.backward)):
+        for bundle in bundles(program):
+            tasks = [program.tasks[place] for place in bundle]
+            bundle_of[offset + bundle[0]] = (direction, program, tasks)
+        offset += len(program.tasks)
+    return bundle_of
+
+
 def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: RecordedMessage) -> int:
-    """Return a message's bytes of routing weights or indices."""
+    """Return a message's bytes of routing weights or indices, which a task adds to it."""
     slots = {slot.name: slot for slot in program.slots}
-    pair = (sent.source, sent.target)
-    each = ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
-    return sum(
-        each * rows
-        for source, target, rows in messages_of(task, slots, sizes)
-        if (source, target) == pair
-    )
+    row_bytes = ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
+    num_bytes = 0
+    for source, target, rows in messages_of(task, slots, sizes):
+        if (source, target) == (sent.source, sent.target):
+            num_bytes += row_bytes * rows
+    return num_bytes
 
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:
@@ -133,26 +149,45 @@ def on_loopback(grid: Grid, plan: Plan) -> Counted:
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
     """Run each rank as a process, and return the total bytes of every plan."""
     per_rank = on_ranks(grid.world, _run_plans, grid, plans)
-    return [total([counted[number] for counted in per_rank]) for number in range(len(plans))]
+    totals = []
+    for number in range(len(plans)):
+        of_plan = [counted[number] for counted in per_rank]
+        totals.append(total(of_plan))
+    return totals
 
 
 def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
+    """Return the bytes that this process sends under each plan."""
     transport = open_transport()
     return [run_rank(grid, plan, transport) for plan in plans]
 
 
 def total(per_rank: list[Counted]) -> Counted:
     """Return the sum of the ranks' bytes."""
-    keys = sorted({key for counted in per_rank for key in counted})
-    return {
-        key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1))  # type: ignore[misc]
-        for key in keys
-    }
+    sums: Counted = {}
+    for counted in per_rank:
+        for key, (inside, across) in counted.items():
+            inside_before, across_before = sums.get(key, (0, 0))
+            sums[key] = (inside_before + inside, across_before + across)
+    return dict(sorted(sums.items()))
 
 
 def formulas(grid: Grid, plan: Plan) -> Counted | None:
     """Return the forward bytes of every movement of rows by the papers' formulas, over all ranks;
-    None if there is no formula.
+    None if there is no formula."""
+    rows = _rows_by_formula(grid, plan)
+    if rows is None:
+        return None
+    row_bytes = grid.world * DIM * ELEMENT  # of one row on each rank
+    return {
+        f"forward {name}": (round(inside * row_bytes), round(across * row_bytes))
+        for name, (inside, across) in rows.items()
+    }
+
+
+def _rows_by_formula(grid: Grid, plan: Plan) -> dict[str, tuple[float, float]] | None:
+    """Return the rows of DIM elements that a rank sends, (inside its node, across nodes), by the
+    slot that receives them; None if there is no formula.
 
     n copies and T tokens of a tensor-parallel group, m = tp, p = ep, s = etp, L indices of ep on a
     node. Per rank, an all-to-all over ep sends 1 / p of its rows to each index, of which L - 1
@@ -165,48 +200,43 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     local = (grid.ranks_per_node or grid.world) // s
     inside = (local - 1) / p
     across = (p - local) / p
+    # Each of a rank's n / m rows goes to the s shards of its expert, except to the rank itself.
     to_all = (s * n / m * local / p - n / m / p, s * n / m * across)
     over_ep = (n / m * inside, n / m * across)
-    gather = (
-        {"y": ((m - 1) * TOKENS / m, 0)}
-        if plan.schedule == "s1"
-        else {"z_full": ((m - 1) * n / m, 0)}
-    )
-    rows: dict[str, tuple[float, float]] = {}
-    # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
+    # At the end the tensor-parallel group gathers: S1 the results, other schedules the copies.
+    gather = {"z_full": ((m - 1) * n / m, 0)}
+    if plan.schedule == "s1":
+        gather = {"y": ((m - 1) * TOKENS / m, 0)}
+
+    shard = 3 * EXPERTS * HIDDEN / (p * s)  # rows of a rank's weights: 3 matrices of HIDDEN x DIM
     if plan.gather_weights == 0:
-        shard = 3 * EXPERTS * HIDDEN / (p * s)
-        rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
-    elif plan.gather_weights == 1:
+        # every rank gathers all weights except its own share
+        return {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
+    if plan.gather_weights == 1:
         # a token visits one rank of an expert, and the ranks of etp gather the shards
-        rows = {
-            "h": over_ep,
-            "z": over_ep,
-            "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0),
-            **gather,
-        }
-    elif plan.crossing is Crossing.MULTICAST:
-        rows = multicast_formulas(grid, plan, local)
-    elif plan.schedule in ("s1", "s2"):
-        rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
-    elif plan.schedule == "s3":
+        return {"h": over_ep, "z": over_ep, "w_full": (shard * (s - 1), 0), **gather}
+    if plan.crossing is Crossing.MULTICAST:
+        return multicast_formulas(grid, plan, local)
+    if plan.schedule in ("s1", "s2"):
+        return {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
+    if plan.schedule == "s3":
+        # the shards of an expert exchange its rows before and after it
         shards = ((s - 1) * n / m, 0)
         moved = hops(plan, grid, over_ep)
-        rows = {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
-    elif plan.schedule == "ted":
+        return {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
+    if plan.schedule == "ted":
+        # a ring all-reduce sends its input 2 (s - 1) / s times
         once = (n * inside, n * across)
-        reduce = (2 * (s - 1) / s * n, 0)
-        rows = {"h_same": once, "summed": reduce, "back": once}
-    elif plan.schedule != "baseline":
-        return None
-    else:
+        return {"h_same": once, "summed": (2 * (s - 1) / s * n, 0), "back": once}
+    if plan.schedule == "baseline":
         wide = (s * n * inside, s * n * across)
-        reduce = (2 * (s - 1) / s * s * n, 0)
-        rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
-    scale = grid.world * DIM * ELEMENT
-    return {
-        f"forward {name}": (round(a * scale), round(b * scale)) for name, (a, b) in rows.items()
-    }
+        return {
+            "x_wide": ((s - 1) * TOKENS, 0),
+            "h": wide,
+            "summed": (2 * (s - 1) / s * s * n, 0),
+            "back": wide,
+        }
+    return None
 
 
 def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
@@ -220,16 +250,21 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
     """
     inside, across = direct
     over_etp = SCHEDULES[plan.schedule]().delivers_at_once
-    of_group = (grid.ranks_per_node or grid.world) // (1 if over_etp else grid.etp)
-    moved = across * (1 - 1 / of_group)
+    group_on_node = (grid.ranks_per_node or grid.world) // (1 if over_etp else grid.etp)
+    moved = across * (1 - 1 / group_on_node)
     if plan.all_to_all in ("hier2d", "naive", "hier3d"):  # with two nodes the third level is empty
         return inside + moved, across
     if plan.all_to_all == "hier1d":
         return inside + 2 * moved, across
     if plan.all_to_all not in ("linear", "pipelined"):
         group: tuple[Axis, ...] = ("ep", "etp") if over_etp else ("ep",)
-        (a, b), (c, d) = mean_legs(grid, plan.all_to_all, group)
-        return inside * a + across * c, inside * b + across * d
+        staying, crossing = mean_legs(grid, plan.all_to_all, group)
+        staying_inside, staying_across = staying
+        crossing_inside, crossing_across = crossing
+        return (
+            inside * staying_inside + across * crossing_inside,
+            inside * staying_across + across * crossing_across,
+        )
     return inside, across
 
 
@@ -240,17 +275,21 @@ def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[floa
     for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
         places = NodeMap(grid, ranks)
         for source, target in itertools.permutations(ranks, 2):
-            crosses = [
-                grid.node_of(leg.source) != grid.node_of(leg.target)
-                for leg in ALL_TO_ALLS[link].path(places, source, target)
-            ]
-            by_crossing[grid.node_of(source) != grid.node_of(target)].append(
-                (len(crosses) - sum(crosses), sum(crosses))
-            )
-    return [
-        (sum(a for a, _ in legs) / max(len(legs), 1), sum(b for _, b in legs) / max(len(legs), 1))
-        for legs in by_crossing.values()
-    ]
+            path = list(ALL_TO_ALLS[link].path(places, source, target))
+            across = 0
+            for leg in path:
+                if grid.node_of(leg.source) != grid.node_of(leg.target):
+                    across += 1
+            crosses = grid.node_of(source) != grid.node_of(target)
+            by_crossing[crosses].append((len(path) - across, across))
+
+    means = []
+    for legs in by_crossing.values():
+        num_packets = max(len(legs), 1)
+        mean_inside = sum(inside for inside, _ in legs) / num_packets
+        mean_across = sum(across for _, across in legs) / num_packets
+        means.append((mean_inside, mean_across))
+    return means
 
 
 def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
@@ -278,36 +317,38 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
 
 def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
     """Return a row of the table, with all differences from the formulas."""
-    expected = formulas(grid, plan)
+    # The chunks of a movement, "SLOT/0" and so on, count together.
     forward: Counted = {}
+    sums = {"forward": (0, 0), "backward": (0, 0)}
     for key, (inside, across) in counted.items():
-        if key.startswith("forward"):
+        direction, _ = key.split()
+        inside_before, across_before = sums[direction]
+        sums[direction] = (inside_before + inside, across_before + across)
+        if direction == "forward":
             name = key.split("/")[0]
-            before = forward.get(name, (0, 0))
-            forward[name] = (before[0] + inside, before[1] + across)
-    wrong = [
-        (
-            f"{key.split()[1]} sends {forward.get(key, (0, 0))}, the formula says "
-            f"{expected.get(key, (0, 0))}"
-        )
-        for key in sorted(set(forward) | set(expected or ()))
-        if expected is not None and forward.get(key, (0, 0)) != expected.get(key, (0, 0))
-    ]
-    sums = {
-        d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)]
-        for d in ("forward", "backward")
-    }
+            inside_before, across_before = forward.get(name, (0, 0))
+            forward[name] = (inside_before + inside, across_before + across)
+
+    wrong = []
+    expected = formulas(grid, plan)
+    if expected is not None:
+        for key in sorted({*forward, *expected}):
+            counted_bytes = forward.get(key, (0, 0))
+            expected_bytes = expected.get(key, (0, 0))
+            if counted_bytes != expected_bytes:
+                slot = key.split()[1]
+                wrong.append(f"{slot} sends {counted_bytes}, the formula says {expected_bytes}")
+
+    r = plan.gather_weights
     return {
         "transport": transport_name,
         "ranks": grid.world,
-        "schedule": plan.schedule
-        + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
+        "schedule": plan.schedule if r is None else f"{plan.schedule}, r={r}",
         "all_to_all": plan.all_to_all,
-        **{
-            f"{way}_{where}_bytes": num
-            for way, of in sums.items()
-            for where, num in zip(("inside", "across"), of)
-        },
+        "forward_inside_bytes": sums["forward"][0],
+        "forward_across_bytes": sums["forward"][1],
+        "backward_inside_bytes": sums["backward"][0],
+        "backward_across_bytes": sums["backward"][1],
         "wrong": "; ".join(wrong),
     }
 
@@ -330,11 +371,10 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     rows = []
     for transport_name, grid in GRIDS.items():
         told(transport_name)
-        per_plan = (
-            [on_loopback(grid, plan) for plan in PLANS]
-            if transport_name == "loopback"
-            else on_gloo(grid, list(PLANS))
-        )
+        if transport_name == "loopback":
+            per_plan = [on_loopback(grid, plan) for plan in PLANS]
+        else:
+            per_plan = on_gloo(grid, list(PLANS))
         rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, per_plan)]
     return rows
 

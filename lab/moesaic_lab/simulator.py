@@ -115,7 +115,7 @@ def measure(case: SimulatedCase) -> dict[str, Any]:
     """Return a row of the table, with median seconds."""
     warm = simulator_of(case)
     compiled = whole(case)
-    simulate(warm, case, compiled)
+    simulate(warm, case, compiled)  # fills the caches
     cold_seconds = seconds(lambda: simulate(simulator_of(case), case, whole(case)), COLD)
     warm_seconds = seconds(lambda: simulate(warm, case, compiled), WARM)
     return _line(case, compiled, "even", cold_seconds, warm_seconds)

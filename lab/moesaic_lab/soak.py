@@ -91,18 +91,23 @@ class SoakOptions(BenchmarkOptions):
 
 
 def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, Any]]:
-    """Train for `options.minutes` and return a row per rank."""
+    """Train for `options.minutes` and return a row per rank; Ctrl-C ends the run after its
+    round."""
     if not 0 < options.minutes < 10_000:
         raise InputError(f"--minutes {options.minutes}: choose more than 0")
     with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as name, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
-        draw = random.Random(0)
-        words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
+        draw = random.Random(0)  # a text of random words
+        words = []
+        for _ in range(4000):
+            letters = draw.choices("abcdefgh", k=draw.randint(1, 6))
+            words.append("".join(letters))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
         future = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
         started = time.monotonic()
         is_interrupted = False
         while not future.done():
+            # Ctrl-C does not reach the ranks, which look for the file.
             try:
                 told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
                 time.sleep(0.5)
@@ -124,16 +129,17 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
 
 def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
     """Train until the time is over and return one sample of this process per round."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends SIGINT to all processes; the parent decides when to stop
+    # A terminal sends SIGINT to all processes; the parent decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     samples: list[dict[str, float]] = []
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
         started = time.monotonic()
-        while not trainer.ranks.largest(
-            torch.tensor(float(_is_over(folder, time.monotonic() - started, seconds)))
-        ):
+        while True:
+            # All ranks stop after the same round: as soon as one of them wants to.
+            is_over = _is_over(folder, time.monotonic() - started, seconds)
+            if trainer.ranks.largest(torch.tensor(float(is_over))):
+                break
             for plan in PLANS:
                 for layer in layers:
                     layer.use_plan(plan)
@@ -153,8 +159,10 @@ def _is_over(folder: Path, passed: float, seconds: float) -> bool:
 @contextmanager
 def _trainer(folder: Path) -> Iterator[Trainer]:
     """Open the run of the soak, and yield its trainer."""
-    config: TrainConfig = override(replace(demo(), out=str(folder / "run")), SMALL, source="soak")
-    config = replace(config, data=replace(config.data, path=(str(folder / "text.txt"),)))
+    plain = replace(demo(), out=str(folder / "run"))
+    config: TrainConfig = override(plain, SMALL, source="soak")
+    data = replace(config.data, path=(str(folder / "text.txt"),))
+    config = replace(config, data=data)
     run = open_run(config, lambda line: None)
     try:
         yield Trainer(run, Console(quiet=True))
@@ -163,7 +171,7 @@ def _trainer(folder: Path) -> Iterator[Trainer]:
 
 
 def _sample(seconds: float, step: int) -> dict[str, float]:
-    """Return the memory, descriptors and threads of this process."""
+    """Return the memory in MiB, descriptors and threads of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "seconds": seconds,
@@ -204,17 +212,21 @@ def _row(rank: int, samples: list[dict[str, float]]) -> dict[str, Any]:
     }
     for name in LOOKED:
         values = [sample[name] for sample in samples]
-        third = values[len(values) // 3]
-        row |= {f"{name}_third": third, f"{name}_end": values[-1], f"{name}_growth": growth(values)}
+        row[f"{name}_third"] = values[len(values) // 3]
+        row[f"{name}_end"] = values[-1]
+        row[f"{name}_growth"] = growth(values)
     return row
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the largest growth of each sampled quantity and on the length of the run."""
-    worst = {f"{name}_growth": max(row[f"{name}_growth"] for row in rows) for name in LOOKED}
-    grew = [Claim(name=f"soak.{each}", value=worst[each], target=MOST_GROWTH) for each in worst]
+    grown = []
+    for name in LOOKED:
+        worst = max(row[f"{name}_growth"] for row in rows)
+        grown.append(Claim(name=f"soak.{name}_growth", value=worst, target=MOST_GROWTH))
     minutes = min(row["minutes"] for row in rows)
-    return [*grew, Claim(name="soak.minutes", value=minutes, unit="min", target=MINUTES, op=">=")]
+    length = Claim(name="soak.minutes", value=minutes, unit="min", target=MINUTES, op=">=")
+    return [*grown, length]
 
 
 BENCHMARK = Benchmark(

@@ -277,7 +277,7 @@ class Sockets(AbstractTransport):
             self._condition.wait(min(seconds, threading.TIMEOUT_MAX))
             return
         for file, event in self._poll_unlocked(min(1000 * seconds, _LONGEST_POLL)):
-            if file == self._wake_receiver.fileno():
+            if file == self._wake_receiver.fileno():  # another thread has issued a transfer
                 with suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
                 continue
@@ -316,6 +316,8 @@ class Sockets(AbstractTransport):
                 self._close_connection(connection)
                 raise _closed_error(self.rank, connection.peer) from error
             connection.bytes_moved += sent
+
+            # Drop what was sent: whole pieces, then the beginning of the next.
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if pieces:
@@ -328,11 +330,10 @@ class Sockets(AbstractTransport):
         """Read what has arrived on a connection."""
         while not connection.unread_bytes:
             incoming = connection.incoming
-            target = (
-                memoryview(connection.header)[connection.header_received :]
-                if incoming is None
-                else incoming.buffer[incoming.received :]
-            )
+            if incoming is None:
+                target = memoryview(connection.header)[connection.header_received :]
+            else:
+                target = incoming.buffer[incoming.received :]
             try:
                 count = connection.socket.recv_into(target)
             except BlockingIOError:
@@ -354,7 +355,7 @@ class Sockets(AbstractTransport):
                 incoming.received += count
                 if incoming.received == len(incoming.buffer):
                     self._finish_message(connection, incoming)
-                    if not connection.posted:
+                    if not connection.posted:  # nothing more is expected: read it later
                         return
 
     def _read_header(self, connection: _Connection) -> None:
@@ -375,6 +376,7 @@ class Sockets(AbstractTransport):
         connection.incoming = _pop(connection.posted, connection.tag)
         if connection.incoming is not None:
             self._check_size(connection, connection.tag, size, len(connection.incoming.buffer))
+        # What this rank waits for may be behind this message, so it has to be read.
         elif connection.posted or connection.early_bytes + size <= _EARLY_BYTES:
             self._receive_early(connection, size)
         else:
@@ -587,10 +589,12 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
     if any(problems):
         for connection in connections.values():
             connection.close()
-        peer, text = next((peer, text) for peer, text in enumerate(problems) if text)
+        failed = [rank for rank, text in enumerate(problems) if text]
+        first = failed[0]
         raise InputError(
-            f"transport=sockets cannot connect rank {peer}: {text}: set {INTERFACE_VARIABLE} to "
-            "the network interface that all ranks reach, or choose transport=gloo"
+            f"transport=sockets cannot connect rank {first}: {problems[first]}: set "
+            f"{INTERFACE_VARIABLE} to the network interface that all ranks reach, or choose "
+            "transport=gloo"
         )
     return connections
 
@@ -642,10 +646,11 @@ def _hosts() -> list[str]:
             with suppress(ImportError, OSError):
                 import fcntl
 
-                address = fcntl.ioctl(
-                    probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15])
-                )
-                hosts.append(socket.inet_ntoa(address[20:24]))
+                # The kernel's struct ifreq: a name of at most 15 letters; bytes 20 to 24 of the
+                # answer are the IPv4 address.
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, request)
+                hosts.append(socket.inet_ntoa(answer[20:24]))
             return hosts
         with suppress(OSError):
             probe.connect((os.environ.get(MASTER_VARIABLE, "localhost"), 9))  # sends nothing
@@ -657,7 +662,12 @@ def _hosts() -> list[str]:
 
 def _connect_to(endpoint: _Endpoint, rank: int, end: float) -> socket.socket:
     """Connect to a rank that listens. Raise OSError if none of its addresses leads to it before
-    `end`."""
+    `end`.
+
+    Args:
+        rank: this rank, which it tells the other.
+        end: seconds on `time.monotonic`.
+    """
     for address in endpoint.addresses:
         with suppress(OSError):
             connection = socket.create_connection(address, min(TIMEOUT, _seconds_left(end)))
@@ -667,9 +677,8 @@ def _connect_to(endpoint: _Endpoint, rank: int, end: float) -> socket.socket:
                 if _read_exactly(connection, len(endpoint.word), end) == endpoint.word:
                     return connection
             connection.close()
-    raise OSError(
-        f"nobody answers at {', '.join(f'{host}:{port}' for host, port in endpoint.addresses)}"
-    )
+    tried = ", ".join(f"{host}:{port}" for host, port in endpoint.addresses)
+    raise OSError(f"nobody answers at {tried}")
 
 
 def _accept_ranks(
@@ -683,13 +692,22 @@ def _accept_ranks(
     OSError at `end`.
 
     Callers are read concurrently, so a slow or silent one delays nobody.
+
+    Args:
+        word: this rank's random word, which a caller must show.
+        ranks: the ranks that call this one.
+        connections: gets a connection for each of them.
+        end: seconds on `time.monotonic`.
     """
     callers: dict[socket.socket, _Caller] = {}
     try:
         with selectors.DefaultSelector() as ready:
             for listener in listeners:
                 ready.register(listener, selectors.EVENT_READ)
-            while missing := [rank for rank in ranks if rank not in connections]:
+            while True:
+                missing = [rank for rank in ranks if rank not in connections]
+                if not missing:
+                    return
                 now = time.monotonic()
                 if now >= end:
                     raise OSError(f"rank {missing[0]} has not called within {CONNECT_SECONDS:g} s")
@@ -716,7 +734,8 @@ def _accept(
     with suppress(OSError):  # the caller may have closed the connection
         connection, _ = listener.accept()
         if len(callers) >= _CALLERS:
-            _drop(next(iter(callers)), callers, ready)
+            oldest = next(iter(callers))
+            _drop(oldest, callers, ready)
         connection.setblocking(False)
         callers[connection] = _Caller(time.monotonic() + HELLO_TIMEOUT)
         ready.register(connection, selectors.EVENT_READ)
@@ -740,6 +759,8 @@ def _read_hello(
     caller.received += data
     if data and len(caller.received) < _HELLO.size:
         return
+
+    # The hello is complete, or the caller has ended.
     _forget(connection, callers, ready)
     if data:
         shown_word, peer = _HELLO.unpack(caller.received)

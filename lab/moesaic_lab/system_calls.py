@@ -164,6 +164,7 @@ def watched(
         most_seconds: after so much time in which the process takes processor time, or writes
             nothing, it has no end, and is killed.
     """
+    # Over this pair the child sends the descriptor on which the kernel asks.
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,15 +172,16 @@ def watched(
     if process == 0:
         _become(child, theirs)
     theirs.close()
-    received = socket.recv_fds(ours, 1, 1)[1]
+    _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     ours.close()
-    if not received:
+    if not descriptors:
         os.waitpid(process, 0)
         raise OSError(errno.ENOSYS, "the kernel refuses to watch a process")
+    (listener,) = descriptors
     try:
-        return _attend(received[0], process, decide, most_seconds)
+        return _attend(listener, process, decide, most_seconds)
     finally:
-        os.close(received[0])
+        os.close(listener)
 
 
 def _become(child: Callable[[], int], line: socket.socket) -> NoReturn:
@@ -199,12 +201,17 @@ def _become(child: Callable[[], int], line: socket.socket) -> NoReturn:
 
 def _install() -> int:
     """Install the filter in this thread and in all that it will start; return the descriptor of
-    its listener."""
+    its listener.
+
+    An instruction is (operation, instructions to skip if true, if false, value). The data that it
+    loads from is the kernel's struct seccomp_data: the call's number at byte 0, the architecture at
+    4, the arguments of 8 bytes each from 16.
+    """
     calls = CALLS[platform.machine()]
     code = [
         (LOAD, 0, 0, 4),
         (EQUALS, 1, 0, ARCHITECTURES[platform.machine()]),
-        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, ALLOW),  # of another architecture, e.g. 32 bits
         (LOAD, 0, 0, 0),
     ]
     for number, call in calls.items():
@@ -220,17 +227,19 @@ def _install() -> int:
                 (RETURN, 0, 0, NOTIFY),
             ]
     code.append((RETURN, 0, 0, ALLOW))
+
+    # struct sock_filter for each instruction, and struct sock_fprog: their number and address.
     packed = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(packed)))
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    found: int = library.syscall(
+    listener: int = library.syscall(
         SECCOMP[platform.machine()], SET_FILTER, NEW_LISTENER, ctypes.byref(program)
     )
-    if found < 0:
+    if listener < 0:
         raise OSError(ctypes.get_errno(), "seccomp")
-    return found
+    return listener
 
 
 def _attend(
@@ -239,30 +248,32 @@ def _attend(
     """Answer the questions of a process and of all that it starts, until it has ended."""
     calls = CALLS[platform.machine()]
     library = ctypes.CDLL(None, use_errno=True)
-    asked = ctypes.create_string_buffer(80)
+    question = ctypes.create_string_buffer(80)  # struct seccomp_notif
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     writes: list[Write] = []
     alive = _Alive(process, most_seconds)
     while True:
-        ready = poll.poll(50)
-        if not ready or not ready[0][1] & select.POLLIN:
+        ready = poll.poll(50)  # milliseconds
+        has_question = any(event & select.POLLIN for _, event in ready)
+        if not has_question:
             code = alive.ended()
             if code is not None or alive.has_no_end():
                 break
             if ready:  # all threads have ended: the process is about to
                 time.sleep(0.002)
             continue
-        ctypes.memset(asked, 0, 80)
-        if library.ioctl(listener, RECEIVE, asked):
+        ctypes.memset(question, 0, 80)
+        if library.ioctl(listener, RECEIVE, question):
             continue  # a signal has interrupted the call
-        identity, thread, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", asked.raw)
+        identity, thread, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", question.raw)
         failure = 0
         path = _path(thread, calls[number], arguments)
         if path is not None:
             alive.moved()
             writes.append(Write(len(writes) + 1, calls[number].name, path, thread))
             failure = decide(writes[-1])
+        # struct seccomp_notif_resp: the call fails with an error, or takes place.
         answer = struct.pack("=QqiI", identity, 0, -failure, 0 if failure else CONTINUE)
         library.ioctl(listener, ANSWER, ctypes.create_string_buffer(answer))
     _end(process, has_ended=code is not None)
@@ -291,8 +302,9 @@ class _Alive:
         """Return whether it takes too much processor time, or takes none for too long."""
         with suppress(OSError, IndexError):
             stat = Path(f"/proc/{self._process}/stat").read_text(encoding="ascii", errors="replace")
+            # Behind the name in parentheses, 11 and 12 are the ticks in user and in kernel mode.
             fields = stat.rpartition(")")[2].split()
-            used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+            used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             if used > self._used:
                 self._used = used
                 self.moved()
@@ -315,8 +327,9 @@ def _path(thread: int, call: _Call, arguments: Sequence[int]) -> str | None:
             return _open_file(thread, arguments[call.descriptor])
         assert call.path is not None
         name = _text(thread, arguments[call.path])
+        # An argument has 64 bits; a descriptor is their lower half, with a sign.
         number = HERE if call.folder is None else ctypes.c_int(arguments[call.folder]).value
-        folder = f"/proc/{thread}/{'cwd' if number == HERE else f'fd/{number}'}"
+        folder = f"/proc/{thread}/cwd" if number == HERE else f"/proc/{thread}/fd/{number}"
         path = os.path.normpath(os.path.join(os.readlink(folder), name))
     except OSError:  # the process has been killed meanwhile
         return None

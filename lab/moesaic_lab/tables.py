@@ -47,19 +47,17 @@ def table(
         is_text = any(isinstance(row.get(key), str) for row in rows)
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
-        ends = following is not None and any(row[key] != following[key] for key in group_by)
-        shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends)
+        ends_group = following is not None and any(row[key] != following[key] for key in group_by)
+        shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends_group)
     return shown
 
 
 def title_of(key: str) -> str:
     """Return a key in words; seconds are shown in milliseconds."""
     words = key.replace("_", " ")
-    return (
-        f"{words.removesuffix('seconds').strip()} ms".strip()
-        if words.endswith("seconds")
-        else words
-    )
+    if not words.endswith("seconds"):
+        return words
+    return f"{words.removesuffix('seconds').strip()} ms".strip()
 
 
 def cell(key: str, value: object) -> str:
@@ -80,12 +78,16 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
     `figure`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in by), []).append(row[figure])
-    return [
-        dict(zip(by, values))
-        | {"mean": statistics.mean(figures), "least": min(figures), "most": max(figures)}
-        for values, figures in groups.items()
-    ]
+        values = tuple(row[key] for key in by)
+        groups.setdefault(values, []).append(row[figure])
+    spreads = []
+    for values, figures in groups.items():
+        entry = dict(zip(by, values))
+        entry["mean"] = statistics.mean(figures)
+        entry["least"] = min(figures)
+        entry["most"] = max(figures)
+        spreads.append(entry)
+    return spreads
 
 
 CLAIM_COLUMNS = ("claim (a ratio, or with its unit)", "value", "target", "holds")
@@ -118,7 +120,9 @@ def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, with at least three significant digits if it is 1 ms or
     more."""
     value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def byte_size(num_bytes: float) -> str:

@@ -54,12 +54,11 @@ def title(name: str, timeline: Timeline) -> str:
 def picture(by_name: Mapping[str, Timeline]) -> str:
     """Return timelines as SVG, one below the other with the same time axis: a row per lane, a bar
     per task."""
-    until = 1e3 * max(timeline.makespan for timeline in by_name.values())
+    until = 1e3 * max(timeline.makespan for timeline in by_name.values())  # milliseconds, as below
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
         figure = Figure(figsize=(9, 2.2 * len(by_name)), layout="constrained")
-        for axes, (name, timeline) in zip(
-            figure.subplots(len(by_name), 1, squeeze=False).flatten(), by_name.items()
-        ):
+        all_axes = figure.subplots(len(by_name), 1, squeeze=False).flatten()
+        for axes, (name, timeline) in zip(all_axes, by_name.items()):
             lanes = [lane for lane in LANES if timeline.on(lane)]
             for span in timeline.spans:
                 start = 1e3 * span.start

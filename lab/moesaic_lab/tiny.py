@@ -57,8 +57,8 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
     """Train one model and return its row."""
     with tempfile.TemporaryDirectory() as folder:
         if model == "swin-tiny":
-            more = {} if steps is None else {"steps": steps}
-            options = VisionOptions(ffn=ffn, seed=seed, out=folder, **more)  # type: ignore[arg-type]
+            given = {} if steps is None else {"steps": steps}
+            options = VisionOptions(ffn=ffn, seed=seed, out=folder, **given)  # type: ignore[arg-type]
             results = train_images(options, say=lambda _: None)
             metrics = {"loss": results["val_loss"], "accuracy": results["accuracy"]}
         else:
@@ -80,12 +80,13 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
 
 def gains(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Return by model how much lower its loss is than its twin's, for each seed."""
-    loss = {(row["model"], row["ffn"], row["seed"]): row["loss"] for row in rows}
-    of_models: dict[str, list[float]] = {}
-    for (model, ffn, seed), each in loss.items():
+    losses = {(row["model"], row["ffn"], row["seed"]): row["loss"] for row in rows}
+    gains_of_models: dict[str, list[float]] = {}
+    for (model, ffn, seed), loss in losses.items():
         if ffn == "moe":
-            of_models.setdefault(model, []).append(loss[model, "dense", seed] - each)
-    return of_models
+            twin_loss = losses[model, "dense", seed]
+            gains_of_models.setdefault(model, []).append(twin_loss - loss)
+    return gains_of_models
 
 
 def least_mean(values: list[float]) -> float:
@@ -97,7 +98,9 @@ def least_mean(values: list[float]) -> float:
     if len(values) < 2:
         raise NotMeasuredError("one seed: an interval needs two")
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values) - float(student.ppf(0.975, len(values) - 1)) * error
+    # 2.5 % of the distribution are above this, and 2.5 % below its negative.
+    quantile = float(student.ppf(0.975, len(values) - 1))
+    return statistics.mean(values) - quantile * error
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

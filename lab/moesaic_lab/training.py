@@ -73,9 +73,11 @@ def train_step(
         batch: tokens and targets of all ranks, (sequences, positions) int64 each.
         mesh: the mesh of all ranks.
     """
-    place = mesh.grid.coordinate(mesh.rank, "dp")
-    groups = mesh.grid.dp
-    loss = model(*(part.chunk(groups)[place] for part in batch)).loss
+    # Each data-parallel group has an equal part of the sequences.
+    num_groups = mesh.grid.dp
+    group = mesh.grid.coordinate(mesh.rank, "dp")
+    tokens, targets = (part.chunk(num_groups)[group] for part in batch)
+    loss = model(tokens, targets).loss
     loss.backward()
     finish_step(model)
     optimizer.step()

@@ -47,6 +47,7 @@ class Accelerator:
     charged: float = field(default=0.0, init=False)
     """Total seconds of all tasks so far."""
     _owed: float = field(default=0.0, init=False)
+    """Seconds not slept yet; negative after a sleep that was too long."""
 
     def __post_init__(self) -> None:
         if not self.flops_per_second > 0:
@@ -112,10 +113,13 @@ class VirtualAttention(Attention):
         self._accelerator = accelerator
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Return x, after the time of the projections and of attention."""
         parameters = list(self.parameters())
         batch, positions, dim = x.shape
-        used = sum(parameter.numel() for parameter in parameters)
-        flops = 2.0 * batch * positions * (used + dim * positions)
+        num_weights = sum(parameter.numel() for parameter in parameters)
+        # Scores and weighted sum take dim products each per pair of positions, of which a causal
+        # mask leaves half.
+        flops = 2.0 * batch * positions * (num_weights + dim * positions)
         result: Tensor = _Slept.apply(self._accelerator, flops, x, *parameters)
         return result
 
