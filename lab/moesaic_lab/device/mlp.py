@@ -110,7 +110,9 @@ class _Mlp(torch.autograd.Function):
         work = _work(x, weight, order, ctx.form, parameters)
         grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.form.tiles)
         assert grads.gates is not None
-        d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
+        # from the order of rows to that of copies; a copy that is not sent (row < 0) gets 0
+        any_row = row.clamp(0, max(len(row) - 1, 0))
+        d_weight = grads.gates.index_select(0, any_row)
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
         d_biases = (grads.up_bias, grads.down_bias) if work.up_bias is not None else ()
         return grads.x, d_weight, None, None, grads.up, grads.down, *d_biases

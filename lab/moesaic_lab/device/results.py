@@ -37,7 +37,7 @@ class StepRows:
 
     def is_done(self, name: str) -> bool:
         """Return whether a row was measured without an error."""
-        return "error" not in self.rows.get(name, {"error": "not measured"})
+        return name in self.rows and "error" not in self.rows[name]
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Add a row and rewrite the file."""
@@ -63,7 +63,9 @@ class StepRows:
 
 def reason(error: Exception) -> str:
     """Return an exception in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    lines = str(error).splitlines()
+    first_line = lines[0] if lines else ""
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 def say(text: str) -> None:

@@ -47,17 +47,18 @@ class LayerSizes:
         pre-activations, and the scratch memory of one block of rows, since blocks run one after
         another. It omits the routing, which takes some bytes per token and expert.
         """
-        weights = 2 * self.experts * self.dim * self.hidden
-        block = block_limit((2 * self.hidden + 2 * self.dim) * self.item)
-        scratch = block * (
-            2 * self.hidden + 4 * self.dim
-        )  # hidden, its gradient; rows, weighted, their gradient, a bag
-        numbers = 2 * weights + 4 * tokens * self.dim + tokens * self.top_k * self.hidden + scratch
-        return numbers * self.item
+        weights = 2 * self.experts * self.dim * self.hidden  # an up and a down matrix per expert
+        block_rows = block_limit((2 * self.hidden + 2 * self.dim) * self.item)
+        # hidden, its gradient; rows, weighted, their gradient, a bag
+        scratch = block_rows * (2 * self.hidden + 4 * self.dim)
+        token_tensors = 4 * tokens * self.dim
+        pre_activations = tokens * self.top_k * self.hidden
+        return (2 * weights + token_tensors + pre_activations + scratch) * self.item
 
 
 def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
-    """Measure the peak bytes of a training step by PyTorch's profiler."""
+    """Measure the peak bytes of a training step by PyTorch's profiler, the weights and the input
+    included."""
     torch.manual_seed(0)
     layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
     x = torch.randn(tokens, sizes.dim, requires_grad=True)
