@@ -30,10 +30,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from moesaic.errors import InputError
-from moesaic_lab.balance.cells import BED, PARTS, BalanceCell, all_rows, cell_of, run, tables
+from moesaic_lab.balance.cells import BED, PARTS, BalanceCell, Row, all_rows, cell_of, run, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import (
     DECISIONS,
@@ -117,7 +117,7 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     return BalanceMeasured(cells, shares, decided, under_budget)
 
 
-def rows_to_stay(options: BalanceOptions) -> list[dict[str, Any]]:
+def rows_to_stay(options: BalanceOptions) -> list[Row]:
     """Return the rows of the file of --json, some of which a run of only some parts replaces.
 
     Raises:
@@ -127,15 +127,15 @@ def rows_to_stay(options: BalanceOptions) -> list[dict[str, Any]]:
     if not options.only or not path.is_file():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"--json {path}: not a file of results: name another") from None
     return rows
 
 
-def other_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
+def other_cells(rows: list[Row], config: BalanceBenchConfig) -> list[BalanceCell]:
     """Return the cells of a result file whose cases do not run again."""
-    by_case: dict[str, list[dict[str, Any]]] = {}
+    by_case: dict[str, list[Row]] = {}
     for row in rows:
         if row["part"] == BED:
             by_case.setdefault(row["case"], []).append(row)
@@ -147,7 +147,7 @@ def other_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[
     ]
 
 
-def rebuild(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
+def rebuild(rows: list[Row], kind: type[T]) -> list[T]:
     """Rebuild the objects of class `kind` from the rows of a result file."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return [

@@ -47,6 +47,8 @@ from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
+Row = dict[str, Any]
+"""The figures of one method in one case, or of one simulation, as plain data."""
 NOTHING_DECIDED = Decided(
     seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,)
 )
@@ -183,7 +185,7 @@ def all_rows(
     shares: Sequence[Share] = (),
     decided: Sequence[TimedDecision] = (),
     under_budget: Sequence[BudgetHeld] = (),
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return all measured and simulated results as rows of plain data."""
     rows = []
     for cell in cells:
@@ -197,7 +199,7 @@ def all_rows(
     return rows
 
 
-def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
+def rows_of(cell: BalanceCell) -> list[Row]:
     """Return a row for each method."""
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
@@ -220,7 +222,7 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
+def _figures(cell: BalanceCell, name: str) -> Row:
     """Return the figures of one method in a cell."""
     decided = cell.decided.get(name, NOTHING_DECIDED)
     return {
@@ -241,7 +243,7 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     }
 
 
-def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
+def cell_of(rows: Sequence[Row], case: SkewedCase) -> BalanceCell:
     """Rebuild a cell from its rows, as `rows_of` wrote them."""
     by_method = {row["method"]: row for row in rows}
     budgets = [row["promised_bytes"] for row in rows if row["promised_bytes"]]
@@ -306,7 +308,7 @@ SHARE_COLUMNS = (
 )
 
 
-def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def share_rows(shares: Sequence[Share]) -> list[Row]:
     """Return the median, least and largest share of forced balance over the calls, grouped by
     cluster, load, weight ratio and method."""
     groups: dict[tuple[Any, ...], list[Share]] = {}
@@ -338,7 +340,7 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
     """Return the tables for a terminal: one per bed and layer, and one with shares of forced
     balance."""
-    rows_by_place: dict[BalancePlace, list[dict[str, Any]]] = {}
+    rows_by_place: dict[BalancePlace, list[Row]] = {}
     for cell in cells:
         rows_by_place.setdefault(cell.job.case.place, []).extend(rows_of(cell))
 
@@ -353,7 +355,7 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
     return result
 
 
-def described(row: dict[str, Any]) -> str:
+def described(row: Row) -> str:
     """Describe the bed and the layer of a row in words."""
     return (
         f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic_lab.balance.benchmark import panels, rebuild
-from moesaic_lab.balance.cells import share_rows
+from moesaic_lab.balance.cells import Row, share_rows
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
@@ -51,7 +51,7 @@ def main() -> int:
 def headline(result: dict[str, Any]) -> str:
     """Return a table of the best-known methods' shares of forced balance, on the headline cluster
     with `DRAWN` ranks."""
-    rows_by_method: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADLINE_METHODS}
+    rows_by_method: dict[str, list[Row]] = {name: [] for name in HEADLINE_METHODS}
     for row in share_rows(rebuild(result["rows"], Share)):
         is_shown = (
             row["cluster"] == HEADLINE_CLUSTER
@@ -67,7 +67,7 @@ def headline(result: dict[str, Any]) -> str:
 def tables(result: dict[str, Any]) -> str:
     """Return the tables of the page: shares of forced balance by load for each cluster, then by
     weight ratio, then the claims."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in share_rows(rebuild(result["rows"], Share)):
         groups.setdefault((row["cluster"], row["ranks"]), []).append(row)
 
@@ -90,7 +90,7 @@ def tables(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, where, markdown_table(lines)])
 
 
-def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
+def crossed(title: str, rows: Sequence[Row], across: str) -> str:
     """Return a table of medians, with a line for each method and a column for each value of the key
     `across`."""
     columns = sorted({row[across] for row in rows})  # kinds of loads, or ratios

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -55,7 +55,8 @@ COLUMNS = (
     "layer_over",
     "growth_bytes",
 )
-Row = Mapping[str, Any]
+Row = dict[str, Any]
+"""The figures of one method in one case, or why a peer has none."""
 WARM_UP = 8
 """Untimed rounds, in which libraries compile code for the first shapes."""
 SLOW = 4.0
@@ -94,7 +95,7 @@ class DeviceCell:
         """Names of the layers of others that ran."""
         return [name for name in self.seconds if name not in (LB, ROUTER, LAYER)]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return a row per method, and one per peer that did not run."""
         shape = self.case.shape
         mean = sum(self.counts) / len(self.counts)
@@ -109,9 +110,9 @@ class DeviceCell:
         missing = [head | {"method": name, "reason": why} for name, why in self.absent.items()]
         return measured + missing
 
-    def _row(self, method: str) -> dict[str, Any]:
+    def _row(self, method: str) -> Row:
         """Return the row of a method."""
-        row: dict[str, Any] = {
+        row: Row = {
             "method": method,
             **Timing.of(self.seconds[method]).row(),
             **spread("over_lb", self.ratio(method, LB)),
@@ -255,7 +256,7 @@ def measure_all(
     keep_freed: bool,
     keep: str | None,
     told: Told,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses
     one case."""
     setting = {"threads": threads, "kept_memory": keep_freed and keep_freed_memory()}
@@ -274,7 +275,7 @@ def measure_all(
 
 def _measured_rows(
     case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure a case and return its rows with the setting."""
     return [row | setting for row in measure(case, repeats, peers).rows()]
 

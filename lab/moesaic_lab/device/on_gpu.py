@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from moesaic_lab.device.layers import (
     relative,
     sonic,
 )
-from moesaic_lab.device.results import StepRows, reason, say
+from moesaic_lab.device.results import Row, StepRows, reason, say
 from moesaic_lab.device.shapes import LAYERS, GpuLayer
 from moesaic_lab.device.timing import dense_tflops, in_turn, memory_of
 
@@ -115,7 +114,7 @@ def chosen(names: Sequence[str], dry: bool) -> list[GpuLayer]:
 Makers = Mapping[str, Callable[[Inputs], Implementation]]
 
 
-def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> dict[str, Any]:
+def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> Row:
     """Check and measure one layer; return its row, or only SonicMoE's part of it if that is among
     the others.
 
@@ -144,7 +143,7 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
         row = _compared(layer, inputs, own, others)
         if f"{SONIC}_absent" in row:
             raise RuntimeError(row[f"{SONIC}_absent"])
-        sonic_figures: dict[str, Any] = row[SONIC]
+        sonic_figures: Row = row[SONIC]
         return sonic_figures
 
     y = own.forward()
@@ -160,13 +159,11 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
     return row | {"steps": breakdown(layer, inputs, tuned)}
 
 
-def _compared(
-    layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers
-) -> dict[str, Any]:
+def _compared(layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers) -> Row:
     """Return times and memory of our kernels and of others that compute the same, or why another
     could not be run."""
     implementations = {"ours": own}
-    row = dict[str, Any]()
+    row = Row()
 
     exact = own.forward().detach()
     for name, make in others.items():

@@ -28,6 +28,8 @@ from moesaic_lab.device.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 
+Row = dict[str, Any]
+"""The figures of one operation and dtype."""
 OURS = "ours"
 PLAIN = "plain"
 COLUMNS = (
@@ -74,7 +76,7 @@ def measure(
     shape: DeviceShape = SHAPES[0],
     dtypes: Sequence[str] = tuple(DTYPES),
     threads: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure all operations and return a row per operation and dtype.
 
     Args:
@@ -99,7 +101,7 @@ def measure(
 
 def _row(
     op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]
-) -> dict[str, Any]:
+) -> Row:
     """Return the row of an operation.
 
     Args:
@@ -126,7 +128,7 @@ def _row(
     }
 
 
-def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+def claims(rows: Sequence[Row]) -> list[Claim]:
     """Return claims per operation and dtype: its share of the bound; for encode and decode, time
     and memory over the einsum."""
     all_claims = []
@@ -144,9 +146,9 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     return all_claims
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+def panels(rows: Sequence[Row]) -> list[Panel]:
     """Return a panel per dtype: the time of each operation over that of the plain code."""
-    rows_by_dtype: dict[str, list[dict[str, Any]]] = {}
+    rows_by_dtype: dict[str, list[Row]] = {}
     for row in rows:
         if "op" in row:  # else a row of another part
             rows_by_dtype.setdefault(row["dtype"], []).append(row)

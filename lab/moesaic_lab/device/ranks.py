@@ -35,7 +35,7 @@ from moesaic.program.order import ORDERS
 from moesaic.program.plan import Plan
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.claims import ROOT
-from moesaic_lab.device.results import reason
+from moesaic_lab.device.results import Row, reason
 
 WORLD = 4
 NCCL = {
@@ -122,7 +122,7 @@ def _as_host(function: Callable[..., Any], device: str, *arguments: object) -> A
     return function(device, *arguments)
 
 
-def compare_plans(device: str) -> list[dict[str, Any]]:
+def compare_plans(device: str) -> list[Row]:
     """Run a layer under every plan on this rank; return a row per plan with its error against the
     layer without a mesh."""
     rows = []
@@ -168,7 +168,7 @@ def _step(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
-def worst_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def worst_of(by_rank: list[list[Row]]) -> Row:
     """Return the plans with the largest error of each on any rank, and the largest of all lossless
     plans; a plan that failed on a rank counts as an error of 1.
 
@@ -183,7 +183,7 @@ def worst_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {"plans": rows, "worst": max(errors)}
 
 
-def plans_row(*, dry: bool) -> dict[str, Any]:
+def plans_row(*, dry: bool) -> Row:
     """Return the row of all plans."""
     return worst_of(sharing_gpu(compare_plans, dry=dry))
 
@@ -218,7 +218,7 @@ def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict
     return losses
 
 
-def training_row(*, dry: bool) -> dict[str, Any]:
+def training_row(*, dry: bool) -> Row:
     """Return the losses of one process, of each mesh, and of a run that ends on another mesh than
     it began on."""
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +243,7 @@ def training_row(*, dry: bool) -> dict[str, Any]:
     return {"losses": alone_losses | rank_losses, "worst": max(differences)}
 
 
-def sharded_row(*, dry: bool) -> dict[str, Any]:
+def sharded_row(*, dry: bool) -> Row:
     """Return the errors of models of transformers whose experts are sharded over the ranks, against
     one process."""
     from moesaic_lab import hf

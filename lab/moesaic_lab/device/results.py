@@ -15,6 +15,9 @@ import torch
 
 from moesaic_lab.claims import write_whole
 
+Row = dict[str, Any]
+"""What a step has measured, by name of the figure."""
+
 
 class StepRows:
     """The rows in `rows.json` of a folder. Rows of another GPU or torch version are discarded.
@@ -30,7 +33,7 @@ class StepRows:
             f"{'none: a dry run' if dry else torch.cuda.get_device_name()}, torch "
             f"{torch.__version__}"
         )
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, Row] = {}
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))
             self.rows = content["rows"] if content.get("key") == self.key else {}
@@ -39,12 +42,12 @@ class StepRows:
         """Return whether a row was measured without an error."""
         return name in self.rows and "error" not in self.rows[name]
 
-    def write(self, name: str, row: dict[str, Any]) -> None:
+    def write(self, name: str, row: Row) -> None:
         """Add a row and rewrite the file."""
         self.rows[name] = {"name": name} | row
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
-    def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> bool:
+    def attempt(self, name: str, measure: Callable[[], Row]) -> bool:
         """Measure a row unless it is done. If that raises, the row gets the reason; return whether
         there is a result."""
         if self.is_done(name):

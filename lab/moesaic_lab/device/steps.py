@@ -31,6 +31,8 @@ from moesaic_lab.claims import ROOT, Claim, Measurement
 from moesaic_lab.device.shapes import LAYERS
 from moesaic_lab.device.shapes import claims as layer_claims
 
+Row = dict[str, Any]
+"""A step's outcome, or what it has measured, as plain data."""
 SECONDS = 540.0
 """Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes
 on."""
@@ -316,7 +318,7 @@ def run(
     seconds: float = SECONDS,
     only: str | None = None,
     told: Callable[[str], object] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Run all steps that have not ended well before, and return all rows; `gpu.json` is rewritten
     after each step.
 
@@ -446,12 +448,12 @@ def _earlier(folder: Path) -> dict[str, StepOutcome]:
     return {row["step"]: StepOutcome(**row) for row in earlier["rows"] if row.get("what") == "step"}
 
 
-def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list[dict[str, Any]]:
+def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list[Row]:
     """Write `gpu.json` and return its rows.
 
     What ended without a row of its own gets one that says how it ended.
     """
-    rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
+    rows: dict[str, Row] = _read(folder / "rows.json").get("rows", {})
     for step_name, outcome in outcomes.items():
         if outcome.ended == "ok":
             continue

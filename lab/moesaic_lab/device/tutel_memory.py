@@ -23,6 +23,8 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import peak_growth_bytes, step
 from moesaic_lab.reproduce.records import read_book
 
+Row = dict[str, Any]
+"""Tutel's figure and ours for a number of tokens."""
 TUTEL_GIB = {
     tokens: read_book().value(f"tutel.memory.{tokens}") for tokens in (4096, 8192, 16384, 32768)
 }
@@ -67,7 +69,7 @@ def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
     return before + peak_growth_bytes(lambda: step(layer, x, dy))
 
 
-def rows(measured_up_to: int) -> list[dict[str, Any]]:
+def rows(measured_up_to: int) -> list[Row]:
     """Return a row per number of tokens in Tutel's table.
 
     Args:
@@ -86,7 +88,7 @@ def rows(measured_up_to: int) -> list[dict[str, Any]]:
     return table_rows
 
 
-def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
+def claims(measured_rows: list[Row]) -> list[Claim]:
     """Return a claim per number of tokens, on the measured memory or, if it was not measured, on
     the formula's."""
     all_claims = []

@@ -13,7 +13,7 @@ import torch
 
 from moesaic.cuda_graphs import capture
 from moesaic.layer import MoE
-from moesaic_lab.device.results import reason
+from moesaic_lab.device.results import Row, reason
 from moesaic_lab.device.timing import GIB, seconds_of
 from moesaic_lab.measure import in_turn, over_ranks
 
@@ -61,7 +61,7 @@ BATCHES = {"gpt_oss": (4, 1024)}
 """Sequences and their lengths; shorter ones for a family whose attention keeps all its weights."""
 
 
-def layer_row(*, dry: bool) -> dict[str, Any]:
+def layer_row(*, dry: bool) -> Row:
     """Return milliseconds of a step of a layer: wall time by way of running it, and the host's and
     the GPU's share of it."""
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def layer_row(*, dry: bool) -> dict[str, Any]:
     x = torch.randn(tokens, layer.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     ways: dict[str, Callable[..., Any]] = {"eager": layer}  # functions of x
-    row: dict[str, Any] = {
+    row: Row = {
         "tokens": tokens,
         "dim": layer.dim,
         "hidden": layer.hidden,
@@ -130,7 +130,7 @@ def _wall(methods: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: median(seconds) for name, seconds in over_ranks([spans]).items()}
 
 
-def model_row(family: str, *, dry: bool) -> dict[str, Any]:
+def model_row(family: str, *, dry: bool) -> Row:
     """Return step time, peak memory and loss of a model of transformers under each implementation
     of the experts, in turn."""
     import transformers
@@ -147,7 +147,7 @@ def model_row(family: str, *, dry: bool) -> dict[str, Any]:
     with torch.device("cpu" if dry else "cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         ids = torch.randint(config.vocab_size, batch)
-    row: dict[str, Any] = {"tokens": ids.numel(), "family": family}
+    row: Row = {"tokens": ids.numel(), "family": family}
 
     def step(implementation: str) -> torch.Tensor:
         model.set_experts_implementation(implementation)

@@ -241,6 +241,16 @@ class ParmChoices:
     """Number of layers."""
 
 
+Key = tuple[str, int, int, int]
+"""(testbed, GPUs, m, s): names a cell of Table IV."""
+Cells = Mapping[Key, list[ParmTimes]]
+"""Times of the layers of the sweep, by cell."""
+Chosen = Mapping[Key, Mapping[str, ParmChoices]]
+"""What Algorithm 1 chooses, by cell and by rule, a key of `RULES`."""
+BEST: Key = ("b", 32, 4, 4)
+"""The cell with the largest speed-ups."""
+
+
 def reproduce(book: Book) -> Reproduction:
     """Simulate the sweep and the training steps, and compare them with the paper's figures."""
     beds = {name: Testbed(book, name) for name in ("a", "b")}
@@ -261,15 +271,7 @@ def reproduce(book: Book) -> Reproduction:
     return book.reproduction("parm", rows, findings, _charts(rows, cells[BEST]))
 
 
-Cells = Mapping[tuple[str, int, int, int], list[ParmTimes]]
-"""(testbed, GPUs, m, s) -> times of the layers of the sweep."""
-BEST = ("b", 32, 4, 4)
-"""The cell with the largest speed-ups."""
-
-
-def _figures_of_sweep(
-    cells: Cells, chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]]
-) -> dict[str, float]:
+def _figures_of_sweep(cells: Cells, chosen: Chosen) -> dict[str, float]:
     """Return the figures of the sweep over layers, by name."""
     figures: dict[str, float] = {}
     for (name, world, m, s), times in cells.items():
@@ -325,9 +327,7 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
     return right, known
 
 
-def _choose(
-    bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str
-) -> ParmChoices:
+def _choose(bed: Testbed, key: Key, times: list[ParmTimes], rule: str) -> ParmChoices:
     """Return what a rule, a key of `RULES`, chooses for the layers of a cell."""
     _, world, m, s = key
     costs = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
@@ -346,10 +346,7 @@ def _choose(
 
 
 def _findings(
-    book: Book,
-    rows: tuple[Row, ...],
-    chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]],
-    cells: Mapping[tuple[str, int, int, int], list[ParmTimes]],
+    book: Book, rows: tuple[Row, ...], chosen: Chosen, cells: Cells
 ) -> Iterator[PaperFinding]:
     """Yield the findings about the paper's statements."""
     right, known = order(book, rows)

@@ -340,6 +340,10 @@ def sweep(gpus: int) -> Iterator[TutelLayer]:
 
 ByPlan = Mapping[tuple[AllToAll, int], float]
 """Seconds of a layer by (all-to-all, degree of pipelining)."""
+ByR = dict[float, dict[int, float]]
+"""Seconds of a layer by capacity factor and r."""
+Exchanged = Mapping[tuple[AllToAll, int, int], float]
+"""Seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
 
 
 def gains(times: Sequence[ByPlan]) -> dict[str, float]:
@@ -467,7 +471,7 @@ def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
 
 
 def _exchange_findings(
-    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Exchanged
 ) -> Iterator[PaperFinding]:
     """Yield the findings about all-to-alls and pipelining.
 
@@ -500,7 +504,7 @@ def _best_plans(times: Sequence[ByPlan]) -> Counter[tuple[AllToAll, int]]:
 
 
 def _exchange_charts(
-    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Exchanged
 ) -> Iterator[Chart]:
     """Yield the charts about all-to-alls and pipelining; the arguments are those of
     `_exchange_findings`."""
@@ -543,7 +547,7 @@ def _exchange_charts(
     yield Chart("figure 18: one all-to-all", "GPUs", "milliseconds", lines, log_x=True, log_y=True)
 
 
-def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
+def by_r(bed: TutelCluster, layer: TutelLayer) -> ByR:
     """Return the seconds of a layer, forward and backward, by capacity factor and r."""
     return {
         factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R}
@@ -576,7 +580,7 @@ def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
     return 100 * (degree_1 / min(times.values()) - 1)
 
 
-def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperFinding]:
+def _findings(maps: dict[str, ByR]) -> Iterator[PaperFinding]:
     """Yield the findings about the best r, from seconds by layer, capacity factor f and r."""
     for name, by_factor in maps.items():
         best = [min(times, key=lambda r: times[r]) for times in by_factor.values()]
@@ -587,7 +591,7 @@ def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperF
         )
 
 
-def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[Chart]:
+def _charts(bed: TutelCluster, maps: dict[str, ByR]) -> Iterator[Chart]:
     """Yield the charts about the best r, from seconds by layer, capacity factor and r, and about
     the layer that is compared with Fairseq's."""
     for name, by_factor in maps.items():
