@@ -266,7 +266,7 @@ def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
     overlap could give the plain layer: a line for each bed, and the diagonal where both are
     equal."""
     series = []
-    all_x = []
+    all_x: list[float] = []
     for place, cells in by_bed.items():
         ordered = sorted(cells, key=_most_gain)
         x = tuple(_most_gain(cell) for cell in ordered)

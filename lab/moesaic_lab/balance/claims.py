@@ -172,7 +172,8 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
     )
     world = max(cell.job.case.place.bed.world for cell in real)
     even = [cell for cell in _at_max_vio(cells, 0.0) if cell.job.case.place.bed.world == world]
-    forced = some(even, f"with MaxVio 0 on {world} ranks")[0].timings[PLAIN].median
+    first, *_ = some(even, f"with MaxVio 0 on {world} ranks")
+    forced = first.timings[PLAIN].median
     medians = [cell.timings[method].median for cell in real if method in cell.timings]
     return forced / statistics.median(some(medians, f"of {method}"))
 

@@ -105,6 +105,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return a gradient for each argument of `forward`; None for the order and the form."""
         pre, copy, row, ends, x, weight, *parameters = ctx.saved_tensors
         order = _Order(copy=copy, row=row, ends=ends)
         work = _work(x, weight, order, ctx.form, parameters)

@@ -321,7 +321,9 @@ def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
     """Return the claim on the time of our whole layer over that of the fastest peer, the worst of
     all cases with a peer."""
     name = f"{head}.over_best_peer"
-    best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peer_rows(rows)]
+    best = []  # the fastest peer's row of each case
+    for peer_rows in _peer_rows(rows):
+        best.append(min(peer_rows, key=lambda row: float(row["median_seconds"])))
     value = max((float(row["layer_over"]) for row in best), default=None)
     reason = "" if best else _why_absent(rows)
     return Claim(name=name, value=value, target=PEER_TARGET, reason=reason)
@@ -332,10 +334,11 @@ def _memory(head: str, rows: Sequence[Row]) -> Claim:
     of all cases."""
     name = f"{head}.memory_over_best_peer"
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
-    ratios = [
-        ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers)
-        for peers in _peer_rows(rows)
-    ]
+    ratios = []
+    for peer_rows in _peer_rows(rows):
+        case = _case(peer_rows[0])
+        smallest = min(row["growth_bytes"] for row in peer_rows)
+        ratios.append(ours[case] / smallest)
     reason = "" if ratios else _why_absent(rows)
     return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
 

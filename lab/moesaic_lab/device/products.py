@@ -273,11 +273,10 @@ def measure(
         shapes: numbers of rows and two widths each.
     """
     torch.set_num_threads(threads)
-    runs = {
-        f"products {name} {dtype}": partial(_rows, name, dtype, shapes)
-        for name, product in PRODUCTS.items()
-        for dtype in product.dtypes
-    }
+    runs = {}
+    for name, product in PRODUCTS.items():
+        for dtype in product.dtypes:
+            runs[f"products {name} {dtype}"] = partial(_rows, name, dtype, shapes)
     return [row for _, rows in each_kept(keep, runs, told) for row in rows]
 
 

@@ -226,8 +226,11 @@ def _read(path: Path) -> dict[str, dict]:
     names = {field.name for field in fields(Tile)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        tiles = [tile for by_bucket in content.values() for tile in by_bucket.values()]
-        is_ours = all(isinstance(tile, dict) for tile in tiles)
+        is_ours = True
+        for by_bucket in content.values():
+            for tile in by_bucket.values():
+                if not isinstance(tile, dict):
+                    is_ours = False
     except (ValueError, AttributeError, UnicodeDecodeError):
         is_ours = False
     if not is_ours:

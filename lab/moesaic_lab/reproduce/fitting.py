@@ -145,7 +145,7 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched")
 
     def errors(logs: np.ndarray) -> list[float]:
-        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        bed = _tutel_bed(book, names, logs)
         parts = tutel.breakdown(bed, 2048)
         _, moving_16 = bed.parts_ms(tutel.big(16))
         _, moving_256 = bed.parts_ms(tutel.big(256))
@@ -167,7 +167,7 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
-        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        bed = _tutel_bed(book, names, logs)
         ours = tutel.gains([bed.by_plan(layer) for layer in tutel.sweep(16)])
         # gains in per cent as ratios of speeds
         return [
@@ -177,6 +177,13 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
 
     fit = least_squares(errors, np.log([50.0, 200.0]), diff_step=1e-3, xtol=1e-5, ftol=1e-7)
     return tuple(np.exp(fit.x).tolist())
+
+
+def _tutel_bed(book: Book, names: tuple[str, ...], logs: np.ndarray) -> tutel.TutelCluster:
+    """Return the cluster with other values of some constants, given by their logarithms."""
+    values = np.exp(logs).tolist()
+    constants = dict(zip(names, values))
+    return tutel.TutelCluster(book.with_values(constants))
 
 
 def _tutel_swin(name: str) -> Callable[[Book, Named], float]:

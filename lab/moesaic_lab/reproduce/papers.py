@@ -127,11 +127,9 @@ class PapersMeasured(Measurement):
             }
             for reproduction in reproductions
         }
-        rows = [
-            _row(reproduction.paper, row)
-            for reproduction in reproductions
-            for row in reproduction.rows
-        ]
+        rows = []
+        for reproduction in reproductions:
+            rows += [_row(reproduction.paper, row) for row in reproduction.rows]
         return cls(
             rows=rows,
             claims=claims(reproductions, book),

@@ -64,6 +64,11 @@ class ParmTimes:
     compute: Mapping[str, float]
     """Seconds that the busiest rank computes in them, by schedule."""
 
+    @property
+    def best_speedup(self) -> float:
+        """The speed-up of the faster one of S1 and S2."""
+        return max(self.speedup("s1"), self.speedup("s2"))
+
     def speedup(self, schedule: str) -> float:
         """Return the time of the baseline over that of a schedule."""
         return self.seconds["baseline"] / self.seconds[schedule]
@@ -283,7 +288,7 @@ def _figures_of_sweep(cells: Cells, chosen: Chosen) -> dict[str, float]:
     figures["parm.share.least"] = min(least for least, _ in cell_shares)
     figures["parm.share.most"] = max(most for _, most in cell_shares)
     best = cells[BEST]
-    above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
+    above = sum(each.count for each in best if each.best_speedup > 4)
     figures["parm.histogram.above4"] = 100 * above / _num_layers(best)
     figures["parm.sweep.runnable"] = float(sum(_num_layers(times) for times in cells.values()))
     return figures
@@ -399,7 +404,7 @@ def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
 
     speedups: list[float] = []
     for each in best:
-        speedups += [max(each.speedup("s1"), each.speedup("s2"))] * each.count
+        speedups += [each.best_speedup] * each.count
     heights, edges = np.histogram(speedups, bins=np.arange(2.0, 8.25, 0.25))
     histogram = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
     title = "the better of S1 and S2, 32 GPUs, m = s = 4"

@@ -303,13 +303,21 @@ def _charts(
     """Return the charts of the paper; the arguments are those of `_findings`."""
     x = tuple(float(size) for size in sizes)
     times = tuple((name, x, tuple(values)) for name, values in curves.items())
-    memory = tuple(
-        (name, x, tuple(exchange_gib(name, size) for size in sizes)) for name in ALGORITHMS
-    )
+    memory = []
+    for name in ALGORITHMS:
+        gib = tuple(exchange_gib(name, size) for size in sizes)
+        memory.append((name, x, gib))
     heights, edges = np.histogram(gains, bins=np.arange(-100.0, 260.0, 20.0), weights=counts)
     layers = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
     return (
         Chart("all-to-all on 32 GPUs", "bytes per GPU", "seconds", times, log_x=True, log_y=True),
-        Chart("memory of the busiest rank", "bytes per GPU", "GiB", memory, log_x=True, log_y=True),
+        Chart(
+            "memory of the busiest rank",
+            "bytes per GPU",
+            "GiB",
+            tuple(memory),
+            log_x=True,
+            log_y=True,
+        ),
         Chart("675 layers: ScheMoE over Tutel", "gain, %", "layers", layers),
     )

@@ -450,7 +450,7 @@ BYTES = (2**20, 2**25, 2**28)
 """GPUs and bytes per GPU of the all-to-alls alone, as in the paper's figures 16 and 18."""
 
 
-def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
+def exchanges(book: Book) -> Exchanged:
     """Return the seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
     seconds: dict[tuple[AllToAll, int, int], float] = {}
     for gpus, size in itertools.product(WORLDS, BYTES):
@@ -523,28 +523,23 @@ def _exchange_charts(
         tuple(counts),
         labels,
     )
-    sizes = tuple(map(float, BYTES))
-    rates = tuple(
-        (
-            f"{gpus} GPUs",
-            sizes,
-            tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES),
-        )
-        for gpus in WORLDS
-    )
+
+    sizes = tuple(float(size) for size in BYTES)
+    rates = []
+    for gpus in WORLDS:
+        gigabytes = tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES)
+        rates.append((f"{gpus} GPUs", sizes, gigabytes))
     title = "figure 16: rate of the linear all-to-all"
-    yield Chart(title, "bytes per GPU", "GB/s per GPU", rates, log_x=True, log_y=True)
-    worlds = tuple(map(float, WORLDS))
-    lines = tuple(
-        (
-            f"{name}, {size >> 20} MiB",
-            worlds,
-            tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS),
-        )
-        for name in ALGORITHMS
-        for size in BYTES
-    )
-    yield Chart("figure 18: one all-to-all", "GPUs", "milliseconds", lines, log_x=True, log_y=True)
+    yield Chart(title, "bytes per GPU", "GB/s per GPU", tuple(rates), log_x=True, log_y=True)
+
+    worlds = tuple(float(gpus) for gpus in WORLDS)
+    lines = []
+    for name in ALGORITHMS:
+        for size in BYTES:
+            milliseconds = tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS)
+            lines.append((f"{name}, {size >> 20} MiB", worlds, milliseconds))
+    title = "figure 18: one all-to-all"
+    yield Chart(title, "GPUs", "milliseconds", tuple(lines), log_x=True, log_y=True)
 
 
 def by_r(bed: TutelCluster, layer: TutelLayer) -> ByR:
