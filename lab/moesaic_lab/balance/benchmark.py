@@ -231,14 +231,16 @@ def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
 def _recorded_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return the panel of times under recorded routing."""
     x = tuple(float(index) for index in range(len(cells)))
-    series = tuple(
-        _ratio_series(name, x, [cell.ratio(PLAIN, name) for cell in cells])
-        for name in cells[0].timings
-    )
+    series = []
+    for name in cells[0].timings:
+        ratios = [cell.ratio(PLAIN, name) for cell in cells]
+        series.append(_ratio_series(name, x, ratios))
     categories = tuple(
         f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells
     )
-    return Panel(title=title, x_title="", y_title=SPEEDUP, series=series, categories=categories)
+    return Panel(
+        title=title, x_title="", y_title=SPEEDUP, series=tuple(series), categories=categories
+    )
 
 
 def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:

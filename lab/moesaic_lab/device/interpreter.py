@@ -98,7 +98,7 @@ def _patch_languages_where_needed(interpreter: Any) -> None:
     def patched_once(function: Any) -> Any:
         for value in function.__globals__.values():
             is_language = value is language or value is language.core
-            # what is patched is no builtin any more
+            # a patch replaces the builtin `load`
             if is_language and language.core.is_builtin(value.load):
                 return patch(function)
         return interpreter._LangPatchScope()

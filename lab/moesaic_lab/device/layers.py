@@ -247,7 +247,7 @@ def layer_of(inputs: Inputs) -> Implementation:
         num_experts,
         top_k,
         experts=experts,
-        device=inputs.x.device,  # the host draws for minutes
+        device=inputs.x.device,  # the host would take minutes to draw the weights
         dtype=inputs.x.dtype,
     )
     values = {"w13": inputs.w13, "w2": inputs.w2}

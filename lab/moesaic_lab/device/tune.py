@@ -49,7 +49,7 @@ def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callabl
         pre.normal_()
 
     up_bias = down_bias = down_weight = None
-    if inputs.biases:
+    if inputs.biases:  # `up` weights the hidden rows; only the down bias still needs the weights
         up_bias, down_bias = (bias.detach() for bias in inputs.biases)
         down_weight = weight
     return {

@@ -169,11 +169,10 @@ def _draw(reproductions: Sequence[Reproduction], path: Path) -> None:
     title = "Published and simulated: " + ", ".join(
         reproduction.paper for reproduction in reproductions
     )
-    panels = [
-        _panel(chart)
-        for reproduction in reproductions
-        for chart in (*_ratios(reproduction), *reproduction.charts)
-    ]
+    panels = []
+    for reproduction in reproductions:
+        charts = (*_ratios(reproduction), *reproduction.charts)
+        panels += [_panel(chart) for chart in charts]
     try:
         write_picture(path, title, panels, notes=NOTES)
     except OSError as error:

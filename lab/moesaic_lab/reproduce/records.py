@@ -95,8 +95,10 @@ class Publication:
     @property
     def short(self) -> str:
         """The citation in a text, e.g. "Pan et al., INFOCOM 2024"."""
-        first = self.authors.split(",")[0].split(" et al.")[0].split()[-1]
-        return f"{first} et al., {self.venue} {self.year}"
+        first_author, _, _ = self.authors.partition(",")
+        full_name, _, _ = first_author.partition(" et al.")
+        surname = full_name.split()[-1]
+        return f"{surname} et al., {self.venue} {self.year}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +283,8 @@ class Book:
                 return figures[name]
             if is_ours and name not in ours:
                 raise InputError(f"figure {name}: was not simulated: name one of its paper")
-            return format(ours[name] if is_ours else self.value(name), form or "g")
+            value = ours[name] if is_ours else self.value(name)
+            return format(value, form or "g")
 
         return PLACEHOLDER.sub(number, text)
 
