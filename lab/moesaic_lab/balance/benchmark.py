@@ -30,10 +30,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from moesaic.errors import InputError
-from moesaic_lab.balance.cells import BED, PARTS, BalanceCell, all_rows, cell_of, run, tables
+from moesaic_lab.balance.cells import BED, PARTS, BalanceCell, Row, all_rows, cell_of, run, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import (
     DECISIONS,
@@ -95,7 +95,7 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure the cases bed by bed, then simulate."""
-    rows = rows_to_stay(options)
+    rows = rows_to_stay(options)  # what an earlier run measured, unless it is measured again
     shares = rebuild(rows, Share)
     decided = rebuild(rows, TimedDecision)
     under_budget = rebuild(rows, BudgetHeld)
@@ -117,7 +117,7 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     return BalanceMeasured(cells, shares, decided, under_budget)
 
 
-def rows_to_stay(options: BalanceOptions) -> list[dict[str, Any]]:
+def rows_to_stay(options: BalanceOptions) -> list[Row]:
     """Return the rows of the file of --json, some of which a run of only some parts replaces.
 
     Raises:
@@ -127,15 +127,15 @@ def rows_to_stay(options: BalanceOptions) -> list[dict[str, Any]]:
     if not options.only or not path.is_file():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"--json {path}: not a file of results: name another") from None
     return rows
 
 
-def other_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
+def other_cells(rows: list[Row], config: BalanceBenchConfig) -> list[BalanceCell]:
     """Return the cells of a result file whose cases do not run again."""
-    by_case: dict[str, list[dict[str, Any]]] = {}
+    by_case: dict[str, list[Row]] = {}
     for row in rows:
         if row["part"] == BED:
             by_case.setdefault(row["case"], []).append(row)
@@ -143,11 +143,11 @@ def other_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[
     return [
         cell_of(by_case[case.label], case)
         for case in config.every
-        if case.label in by_case.keys() - repeated
+        if case.label in by_case and case.label not in repeated
     ]
 
 
-def rebuild(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
+def rebuild(rows: list[Row], kind: type[T]) -> list[T]:
     """Rebuild the objects of class `kind` from the rows of a result file."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return [
@@ -161,36 +161,28 @@ def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[P
     Simulated shares of forced balance get a panel per cluster and kind of load. Each bed gets two
     panels, all recorded cases share one, and two more compare the beds.
     """
-    charts = []
-    drawn = [
-        share for share in shares if share.ratio == SharesOfForced.ratio and share.load != SLOW
-    ]
-    for cluster, ranks, load in dict.fromkeys(
-        (share.cluster, share.ranks, share.load) for share in drawn
-    ):
-        points = [
-            share
-            for share in drawn
-            if (share.cluster, share.ranks, share.load) == (cluster, ranks, load)
-        ]
-        charts.append(_shares_panel(points, load))
-    skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
+    groups: dict[tuple[str, int, str], list[Share]] = {}
+    for share in shares:
+        if share.ratio == SharesOfForced.ratio and share.load != SLOW:
+            groups.setdefault((share.cluster, share.ranks, share.load), []).append(share)
+    charts = [_shares_panel(points, load) for (_, _, load), points in groups.items()]
+
     by_bed: dict[BalancePlace, list[BalanceCell]] = {}
-    for cell in skewed:
-        by_bed.setdefault(cell.job.case.place, []).append(cell)
-    for place, of_bed in by_bed.items():
-        charts += [
-            _speedup_panel(f"{place.name}, speed-up", of_bed),
-            _memory_panel(f"{place.name}, memory", of_bed),
-        ]
-    recorded = [cell for cell in cells if cell.job.case.max_vio is None]
+    recorded = []
+    for cell in cells:
+        if cell.job.case.max_vio is None:
+            recorded.append(cell)
+        else:
+            by_bed.setdefault(cell.job.case.place, []).append(cell)
+    for place, bed_cells in by_bed.items():
+        charts.append(_speedup_panel(f"{place.name}, speed-up", bed_cells))
+        charts.append(_memory_panel(f"{place.name}, memory", bed_cells))
     if recorded:
         charts.append(_recorded_panel("recorded routing", recorded))
-    if skewed:
-        charts += [
-            _replicated_panel(by_bed[max(by_bed, key=lambda place: place.bed.world)]),
-            _gain_panel(by_bed),
-        ]
+    if by_bed:
+        largest = max(by_bed, key=lambda place: place.bed.world)
+        charts.append(_replicated_panel(by_bed[largest]))
+        charts.append(_gain_panel(by_bed))
     return charts
 
 
@@ -238,15 +230,17 @@ def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
 
 def _recorded_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return the panel of times under recorded routing."""
-    at = tuple(map(float, range(len(cells))))
-    series = tuple(
-        _ratio_series(name, at, [cell.ratio(PLAIN, name) for cell in cells])
-        for name in cells[0].timings
-    )
+    x = tuple(float(index) for index in range(len(cells)))
+    series = []
+    for name in cells[0].timings:
+        ratios = [cell.ratio(PLAIN, name) for cell in cells]
+        series.append(_ratio_series(name, x, ratios))
     categories = tuple(
         f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells
     )
-    return Panel(title=title, x_title="", y_title=SPEEDUP, series=series, categories=categories)
+    return Panel(
+        title=title, x_title="", y_title=SPEEDUP, series=tuple(series), categories=categories
+    )
 
 
 def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
@@ -271,26 +265,18 @@ def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
 
 def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
     """Return a panel that compares the gain of the smart schedule with the largest gain that
-    overlap could give the plain layer."""
+    overlap could give the plain layer: a line for each bed, and the diagonal where both are
+    equal."""
     series = []
+    all_x: list[float] = []
     for place, cells in by_bed.items():
-        points = sorted(
-            ((_most_gain(cell), cell.ratio(PLAIN, SMART)) for cell in cells),
-            key=lambda pair: pair[0],
-        )
-        series.append(
-            _ratio_series(
-                f"{SMART}, {place.name}",
-                tuple(x for x, _ in points),
-                [ratio for _, ratio in points],
-            )
-        )
-    ends = [x for line in series for x in line.x]
-    series.append(
-        PlottedSeries(
-            name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))
-        )
-    )
+        ordered = sorted(cells, key=_most_gain)
+        x = tuple(_most_gain(cell) for cell in ordered)
+        ratios = [cell.ratio(PLAIN, SMART) for cell in ordered]
+        series.append(_ratio_series(f"{SMART}, {place.name}", x, ratios))
+        all_x += x
+    ends = (min(all_x), max(all_x))
+    series.append(PlottedSeries(name="all that overlap could gain", x=ends, y=ends))
     return Panel(
         title="gain of the smart schedule",
         x_title="(comm + comp) / max(comm, comp) of plain ep",
@@ -311,10 +297,15 @@ def _loads(cells: Sequence[BalanceCell]) -> tuple[float, ...]:
     return tuple(cell.job.case.max_vio or 0.0 for cell in cells)
 
 
-def _ratio_series(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
+def _ratio_series(name: str, x: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
     """Return the series of ratios with their intervals."""
-    y, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in ratios))
-    return PlottedSeries(name=name, x=at, y=y, low=low, high=high)
+    return PlottedSeries(
+        name=name,
+        x=x,
+        y=tuple(ratio.median for ratio in ratios),
+        low=tuple(ratio.low for ratio in ratios),
+        high=tuple(ratio.high for ratio in ratios),
+    )
 
 
 BENCHMARK = Benchmark(

@@ -1,5 +1,9 @@
 """Runs the cases of the balance benchmark on one cluster after another, and turns their results
-into rows and tables."""
+into rows and tables.
+
+A bed is an emulated cluster; a case is a bed, a layer and a load; a cell is the results of one
+case, of all methods and ranks. Rows are plain data, one for each method of a cell.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,8 @@ from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
+Row = dict[str, Any]
+"""The figures of one method in one case, or of one simulation, as plain data."""
 NOTHING_DECIDED = Decided(
     seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,)
 )
@@ -81,9 +87,10 @@ class BalanceCell(BedCell):
 def run(config: BalanceBenchConfig, told: Told, keep: Path) -> list[BalanceCell]:
     """Measure every case that the configuration asks for and whose rows are not in the folder
     `keep`. Clusters start one after another; all cases of one layer share one."""
-    by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}
+    by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}  # by bed and number of experts
     files = {case.label: keep / f"{case.label}.json" for case in config.selected}
-    for case in config.cases({label for label, path in files.items() if not path.exists()}):
+    missing = {label for label, path in files.items() if not path.exists()}
+    for case in config.cases(missing):
         place = case.place
         job = BalanceJob(case=case, methods=methods(place.grid, budget_of(place)), seed=config.seed)
         by_layer.setdefault((place.bed, place.num_experts), []).append(job)
@@ -113,11 +120,13 @@ def budget_of(place: BalancePlace) -> int:
     """Return the memory budget, in bytes, of the method that has one."""
     world = place.bed.world
     rows = place.tokens_per_rank * place.top_k
-    copies = np.full((world, place.num_experts), rows // place.num_experts)
+    even_copies = np.full((world, place.num_experts), rows // place.num_experts)
+    tokens = np.full(world, place.tokens_per_rank)
     compiled = compile_plan(Plan(), place.grid)
     experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
-    call = CountedCall(copies, np.full(world, place.tokens_per_rank), place.hidden, lambda: experts)
-    return int(BUDGET * MemoryBudget(compiled, place.num_experts).peak(compiled, None, call).max())
+    call = CountedCall(even_copies, tokens, place.hidden, lambda: experts)
+    peak_bytes = MemoryBudget(compiled, place.num_experts).peak(compiled, None, call)  # by rank
+    return int(BUDGET * peak_bytes.max())
 
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
@@ -129,13 +138,14 @@ def _measure(jobs: Sequence[BalanceJob], keep: Path | None) -> list[BalanceCell]
     """Measure the cases of one mesh; as soon as one is done, the first rank writes its rows into
     the folder, if any. All ranks call it together."""
     cells = []
-    of_ranks: list[BalanceFound | None] = [None] * dist.get_world_size()
+    by_rank: list[BalanceFound | None] = [None] * dist.get_world_size()
     for job, found in zip(jobs, on_ranks.measure(jobs)):
-        dist.all_gather_object(of_ranks, found)
+        dist.all_gather_object(by_rank, found)
         if dist.get_rank() == 0:
-            cells.append(summed_up(job, cast(list[BalanceFound], of_ranks)))
+            cell = summed_up(job, cast(list[BalanceFound], by_rank))
+            cells.append(cell)
             if keep is not None:
-                write_whole(keep / f"{job.case.label}.json", json.dumps(rows_of(cells[-1])))
+                write_whole(keep / f"{job.case.label}.json", json.dumps(rows_of(cell)))
     return cells
 
 
@@ -147,6 +157,10 @@ def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
         routes.counts(call, place.bed.world, place.num_experts)
         for call in range(len(routes.experts))
     ]
+    slowest_decisions = {}
+    for name in results[0].decided:
+        by_rank = [result.decided[name] for result in results]
+        slowest_decisions[name] = max(by_rank, key=lambda decided: sum(decided.seconds))
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
@@ -156,13 +170,7 @@ def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
         },
         error={name: max(result.error[name] for result in results) for name in job.methods},
         charged={name: max(result.charged[name] for result in results) for name in job.methods},
-        decided={
-            name: max(
-                (result.decided[name] for result in results),
-                key=lambda decided: sum(decided.seconds),
-            )
-            for name in results[0].decided
-        },
+        decided=slowest_decisions,
     )
 
 
@@ -177,17 +185,21 @@ def all_rows(
     shares: Sequence[Share] = (),
     decided: Sequence[TimedDecision] = (),
     under_budget: Sequence[BudgetHeld] = (),
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return all measured and simulated results as rows of plain data."""
-    simulated = [
-        {"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares
-    ]
-    alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
-    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in under_budget]
-    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
+    rows = []
+    for cell in cells:
+        rows += rows_of(cell)
+    for share in shares:
+        rows.append({"part": PARTS[Share], **asdict(share), "of_forced": share.of_forced})
+    for decision in decided:
+        rows.append({"part": PARTS[TimedDecision], **asdict(decision)})
+    for memory in under_budget:
+        rows.append({"part": PARTS[BudgetHeld], **asdict(memory)})
+    return rows
 
 
-def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
+def rows_of(cell: BalanceCell) -> list[Row]:
     """Return a row for each method."""
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
@@ -210,7 +222,7 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
+def _figures(cell: BalanceCell, name: str) -> Row:
     """Return the figures of one method in a cell."""
     decided = cell.decided.get(name, NOTHING_DECIDED)
     return {
@@ -231,15 +243,14 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     }
 
 
-def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
+def cell_of(rows: Sequence[Row], case: SkewedCase) -> BalanceCell:
     """Rebuild a cell from its rows, as `rows_of` wrote them."""
     by_method = {row["method"]: row for row in rows}
-    every = methods(
-        case.place.grid,
-        next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None),
-    )
+    budgets = [row["promised_bytes"] for row in rows if row["promised_bytes"]]
+    known_methods = methods(case.place.grid, budgets[0] if budgets else None)
 
-    def of(key: str) -> dict[str, Any]:
+    def column(key: str) -> dict[str, Any]:
+        """Return a key's value by method."""
         return {name: row[key] for name, row in by_method.items()}
 
     decided = {
@@ -250,21 +261,21 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
             replicated_copies=(row["replicated_copies"],),
         )
         for name, row in by_method.items()
-        if row["options"]
+        if row["options"]  # empty for methods that replicate nothing
     }
     return BalanceCell(
-        job=BalanceJob(case=case, methods={name: every[name] for name in by_method}),
+        job=BalanceJob(case=case, methods={name: known_methods[name] for name in by_method}),
         max_vio=(rows[0]["max_vio"],),
-        timings={name: Timing.of(seconds) for name, seconds in of("seconds").items()},
-        near={name: tuple(seconds) for name, seconds in of("near_seconds").items() if seconds},
+        timings={name: Timing.of(seconds) for name, seconds in column("seconds").items()},
+        near={name: tuple(seconds) for name, seconds in column("near_seconds").items() if seconds},
         limits={
             name: (Limit(seconds=seconds, link=""),)
-            for name, seconds in of("communication_seconds").items()
+            for name, seconds in column("communication_seconds").items()
         },
-        across={name: (num_bytes, 0) for name, num_bytes in of("across_bytes").items()},
-        peak_bytes=of("peak_bytes"),
-        error=of("error"),
-        charged=of("computing_seconds"),
+        across={name: (num_bytes, 0) for name, num_bytes in column("across_bytes").items()},
+        peak_bytes=column("peak_bytes"),
+        error=column("error"),
+        charged=column("computing_seconds"),
         decided=decided,
     )
 
@@ -297,19 +308,17 @@ SHARE_COLUMNS = (
 )
 
 
-def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def share_rows(shares: Sequence[Share]) -> list[Row]:
     """Return the median, least and largest share of forced balance over the calls, grouped by
     cluster, load, weight ratio and method."""
     groups: dict[tuple[Any, ...], list[Share]] = {}
-    for each in shares:
-        load = (
-            each.load
-            if each.load == RECORDED
-            else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
-        )
-        groups.setdefault((each.cluster, each.ranks, load, each.ratio, each.method), []).append(
-            each
-        )
+    for share in shares:
+        load = share.load
+        if load != RECORDED:
+            configured_max_vio = round(2 * share.max_vio) / 2  # to the nearest half
+            load = f"{load}, MaxVio {configured_max_vio:g}"
+        key = (share.cluster, share.ranks, load, share.ratio, share.method)
+        groups.setdefault(key, []).append(share)
     names = ("cluster", "ranks", "load", "ratio", "method")
     return [
         {
@@ -331,12 +340,14 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
     """Return the tables for a terminal: one per bed and layer, and one with shares of forced
     balance."""
+    rows_by_place: dict[BalancePlace, list[Row]] = {}
+    for cell in cells:
+        rows_by_place.setdefault(cell.job.case.place, []).extend(rows_of(cell))
+
     result = []
-    for place in dict.fromkeys(cell.job.case.place for cell in cells):
-        rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
-        result.append(
-            table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",))
-        )
+    for rows in rows_by_place.values():
+        title = f"{described(rows[0])}, virtual compute"
+        result.append(table(title, rows, COLUMNS, group_by=("case",)))
     if shares:
         title = "Simulated: share of forced balance"
         groups = ("cluster", "ranks", "load", "ratio")
@@ -344,7 +355,7 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
     return result
 
 
-def described(row: dict[str, Any]) -> str:
+def described(row: Row) -> str:
     """Describe the bed and the layer of a row in words."""
     return (
         f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden "

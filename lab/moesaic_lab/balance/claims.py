@@ -1,4 +1,9 @@
-"""Claims of the balance benchmark: figures computed from its cells, compared with targets."""
+"""Claims of the balance benchmark: figures computed from its cells, compared with targets.
+
+A cell holds the times of all methods in one case on an emulated bed; a share is the simulated time
+of one method in one call. `some(values, what)` returns the values, or makes the claim one without a
+value if there are none; `enough` does so for ratios of too few pairs.
+"""
 
 from __future__ import annotations
 
@@ -105,9 +110,8 @@ def _speedups(cells: Sequence[BalanceCell], selects: Callable[[SkewedCase], bool
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median
     if it is above `NEAR`, else the lower end of the 95 % interval."""
-    ratio = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world).ratio(
-        PLAIN, OURS
-    )
+    largest = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world)
+    ratio = largest.ratio(PLAIN, OURS)
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
@@ -144,13 +148,18 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
 
     If the two were timed in further rounds, only those rounds count. Among many methods of about
     equal speed, the one that was fastest in the first rounds was partly lucky.
+
+    Args:
+        cell: the case.
+        level: level of the ratio's confidence interval.
     """
     best = cell.best_single()
-    first = len(cell.timings[OURS].seconds)
-    times = [cell.near[name][first:] for name in (OURS, best) if name in cell.near]
-    if len(times) == 2 and all(len(seconds) >= MANY for seconds in times):
-        ours, others = times
-        return paired(ours, others, level)
+    if OURS in cell.near and best in cell.near:
+        first_rounds = len(cell.timings[OURS].seconds)
+        ours = cell.near[OURS][first_rounds:]
+        others = cell.near[best][first_rounds:]
+        if len(ours) >= MANY and len(others) >= MANY:
+            return paired(ours, others, level)
     return enough(cell.ratio(OURS, best), cell.job.case.label)
 
 
@@ -163,7 +172,8 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
     )
     world = max(cell.job.case.place.bed.world for cell in real)
     even = [cell for cell in _at_max_vio(cells, 0.0) if cell.job.case.place.bed.world == world]
-    forced = some(even, f"with MaxVio 0 on {world} ranks")[0].timings[PLAIN].median
+    first, *_ = some(even, f"with MaxVio 0 on {world} ranks")
+    forced = first.timings[PLAIN].median
     medians = [cell.timings[method].median for cell in real if method in cell.timings]
     return forced / statistics.median(some(medians, f"of {method}"))
 
@@ -185,21 +195,20 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
 def share_of_best_option(shares: Sequence[Share]) -> float:
     """Return our throughput over that of the best option chosen with known counts, for the worst
     load (median over its calls)."""
+    # seconds of the best option, by call and by the method that chooses among the same options
     best = {
         (_call_of(share), BEST[share.method]): share.whole_seconds
         for share in shares
         if share.method in BEST
     }
-    ratios: dict[tuple[str, int, str, float, str], list[float]] = {}
+    ratios: dict[tuple[str, int, str, float, str], list[float]] = {}  # by load and method
     for share in shares:
-        if (_call_of(share), share.method) in best:
+        best_seconds = best.get((_call_of(share), share.method))
+        if best_seconds is not None:
             key = (share.cluster, share.ranks, share.load, share.ratio, share.method)
-            ratios.setdefault(key, []).append(
-                best[_call_of(share), share.method] / share.whole_seconds
-            )
-    return min(
-        statistics.median(values) for values in some(list(ratios.values()), "of best options")
-    )
+            ratios.setdefault(key, []).append(best_seconds / share.whole_seconds)
+    loads = some(list(ratios.values()), "of best options")
+    return min(statistics.median(values) for values in loads)
 
 
 def shares_over_best(shares: Sequence[Share]) -> float:
@@ -208,26 +217,25 @@ def shares_over_best(shares: Sequence[Share]) -> float:
     Methods that place experts are left out, and only calls with experts of the default weight ratio
     (`SharesOfForced.ratio`) count.
     """
-    by_call: dict[tuple[object, ...], dict[str, float]] = {}
+    ours: dict[tuple[object, ...], float] = {}  # seconds by call
+    others: dict[tuple[object, ...], list[float]] = {}
     for share in shares:
-        if share.ratio == SharesOfForced.ratio and share.method not in (PLACED, OURS_PLACED, *BEST):
-            by_call.setdefault(_call_of(share), {})[share.method] = share.seconds
-    whole = [seconds for seconds in by_call.values() if OURS in seconds and len(seconds) > 1]
-    return max(
-        seconds[OURS] / min(s for name, s in seconds.items() if name != OURS)
-        for seconds in some(whole, "simulated")
-    )
+        if share.ratio != SharesOfForced.ratio or share.method in (PLACED, OURS_PLACED, *BEST):
+            continue
+        call = _call_of(share)
+        if share.method == OURS:
+            ours[call] = share.seconds
+        else:
+            others.setdefault(call, []).append(share.seconds)
+    ratios = [seconds / min(others[call]) for call, seconds in ours.items() if call in others]
+    return max(some(ratios, "simulated"))
 
 
 def decision_us(decided: Sequence[TimedDecision]) -> float:
     """Return the time by which a decision delays a rank, in microseconds: the median over the calls
     that replicate."""
-    return 1e6 * statistics.median(
-        some(
-            [decision.seconds for decision in decided if decision.replicates],
-            "of decisions by themselves",
-        )
-    )
+    seconds = [decision.seconds for decision in decided if decision.replicates]
+    return 1e6 * statistics.median(some(seconds, "of decisions by themselves"))
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
@@ -247,13 +255,9 @@ def over_laer(shares: Sequence[Share]) -> list[Claim]:
 def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return how much slower ours is than the plain layer under even loads, at the upper 95 %
     bound, for the worst bed."""
-    return (
-        max(
-            enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high
-            for cell in _at_max_vio(cells, 0.0)
-        )
-        - 1
-    )
+    even = _at_max_vio(cells, 0.0)
+    ratios = [enough(cell.ratio(OURS, PLAIN), cell.job.case.label) for cell in even]
+    return max(ratio.high for ratio in ratios) - 1
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
@@ -270,14 +274,15 @@ def budget_speedup(cells: Sequence[BalanceCell]) -> float:
 def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
     """Return the most bytes that a rank held under a memory budget over that budget, for the worst
     load, plan and bed."""
-    counted = [
+    ratios = [
         run.peak_bytes / run.promised_bytes
         for run in some(list(under_budget), "of memory under budgets")
     ]
     for cell in cells:
-        budgets = {name: method.plan.memory_budget for name, method in cell.job.methods.items()}
-        counted += [cell.peak_bytes[name] / budget for name, budget in budgets.items() if budget]
-    return max(counted)
+        for name, method in cell.job.methods.items():
+            if method.plan.memory_budget:
+                ratios.append(cell.peak_bytes[name] / method.plan.memory_budget)
+    return max(ratios)
 
 
 def memory_unbounded(under_budget: Sequence[BudgetHeld]) -> float:
@@ -329,11 +334,10 @@ def _call_of(share: Share) -> tuple[str, int, str, int, int, float, float]:
 
 def _at_max_vio(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
     """Return the cells at a MaxVio without a slow rank or link."""
-    places = [cell.job.case.place for cell in cells]
-    undisturbed = [
-        cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link
-    ]
-    return some(
-        [cell for cell in undisturbed if cell.job.case.max_vio == max_vio],
-        f"with MaxVio {max_vio:g}",
-    )
+    found = []
+    for cell in cells:
+        case = cell.job.case
+        is_slowed = case.place.slow_rank != 1 or bool(case.place.slow_link)
+        if case.max_vio == max_vio and not is_slowed:
+            found.append(cell)
+    return some(found, f"with MaxVio {max_vio:g}")

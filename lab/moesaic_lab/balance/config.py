@@ -93,10 +93,10 @@ class BalancePlace(Place):
     @property
     def bed(self) -> Bed:
         """The emulated cluster."""
-        inter = (
-            (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
-        )
-        return replace(super().bed, inter=inter)
+        if not self.slow_link:
+            return replace(super().bed, inter=self.inter)
+        others = (self.inter,) * (self.nodes - 1)
+        return replace(super().bed, inter=(*others, self.slow_link))
 
     def cases(self) -> list[SkewedCase]:
         """Return the cases on this bed, without their routing."""
@@ -137,8 +137,9 @@ class BalancePlace(Place):
     def costs(self) -> Rates:
         """The cost model that policies use: the configured rates of the links, and the cost of a
         message."""
+        # policies do not know of a slow link
         inside, outside = emulated(replace(self.bed, inter=self.inter), device=CPU).links
-        per_node = self.ranks_per_node
+        per_node = self.ranks_per_node  # the ranks of a node share its links
         return Rates(
             intra_gbps=inside.gbps[0] / per_node,
             intra_ranks=per_node,
@@ -157,9 +158,14 @@ class BalancePlace(Place):
     def profiled_costs(self) -> Rates:
         """The cost model of the arbiter: as `costs`, with the speed of each rank and of each node's
         link."""
-        rates = [self.bed.inter_bytes_per_second(node) for node in range(self.nodes)]
-        speeds = (*(1.0,) * (self.bed.world - 1), self.slow_rank) if self.slow_rank != 1 else ()
-        node_links = tuple(rate / rates[0] for rate in rates) if self.slow_link else ()
+        speeds: tuple[float, ...] = ()  # of all ranks; () if they are equally fast
+        if self.slow_rank != 1:
+            others = (1.0,) * (self.bed.world - 1)
+            speeds = (*others, self.slow_rank)
+        node_links: tuple[float, ...] = ()  # rates relative to the first node's link
+        if self.slow_link:
+            rates = [self.bed.inter_bytes_per_second(node) for node in range(self.nodes)]
+            node_links = tuple(rate / rates[0] for rate in rates)
         return replace(self.costs, speeds=speeds, node_links=node_links)
 
 
@@ -214,9 +220,10 @@ class Recorded(BalancePlace):
         found = (shape.num_experts, shape.top_k, shape.seq_len)
         if expected != found or samples > shape.sequences:
             raise InputError(
-                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, "
-                f"{shape.sequences} samples of {found[2]} tokens; the layer on this bed "
-                f"{expected[0]}, {expected[1]}, {samples} of {expected[2]}: make them equal"
+                f"{self.name}: the trace has {shape.num_experts} experts, top_k={shape.top_k}, "
+                f"{shape.sequences} samples of {shape.seq_len} tokens; the layer on this bed "
+                f"{self.num_experts}, {self.top_k}, {samples} of {self.sample_tokens}: make them "
+                "equal"
             )
         return recorded(trace, self.layer, self.steps, self.history_step, samples)
 
@@ -237,8 +244,8 @@ class RecordedLoads(BalancePlace):
     def cases(self) -> list[SkewedCase]:
         """Return a case for each layer."""
         return [
-            SkewedCase(place=self, label=f"{self.name}-{at}", max_vio=None, layer=at)
-            for at in self.layers
+            SkewedCase(place=self, label=f"{self.name}-{layer}", max_vio=None, layer=layer)
+            for layer in self.layers
         ]
 
     def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
@@ -307,7 +314,8 @@ class SharesOfForced:
     def tokens(self, ratio: float) -> int:
         """Return the tokens per rank at which an expert's weights have `ratio` times as many rows
         as the rank routes."""
-        return max(1, round(3 * self.hidden / (ratio * self.top_k)))
+        weight_rows = 3 * self.hidden  # three matrices of `hidden` rows
+        return max(1, round(weight_rows / (ratio * self.top_k)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,10 +357,10 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
     @property
     def selected(self) -> list[SkewedCase]:
         """The cases on beds that `only` selects."""
+        if not self.only:
+            return self.every
         return [
-            case
-            for case in self.every
-            if not self.only or {case.place.name, case.label} & set(self.only)
+            case for case in self.every if case.place.name in self.only or case.label in self.only
         ]
 
     def cases(self, labels: Collection[str] | None = None) -> list[SkewedCase]:
@@ -382,12 +390,12 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
             InputError: for an unknown name.
         """
         known = [name for name in (SHARES, MEMORY, DECISIONS) if getattr(self, name)]
-        known += [name for case in self.every for name in (case.place.name, case.label)]
+        for case in self.every:
+            known += [case.place.name, case.label]
+        distinct = list(dict.fromkeys(known))
         for word in only:
             if word not in known:
-                raise InputError(
-                    f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}"
-                )
+                raise InputError(f"--only {word}: unknown case{suggestion(word, distinct)}")
         return replace(super().narrowed(repeats=repeats), only=only)
 
     @staticmethod

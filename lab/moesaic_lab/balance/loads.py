@@ -5,6 +5,10 @@ A case has several calls, and a history from which a policy that decides ahead (
 may learn. Synthetic calls share a lasting popularity of the experts; `persistence` is the
 correlation of popularity ranks between calls. Counts are exact: the busiest rank has (1 + MaxVio)
 times the mean, to within one copy. Otherwise the benchmark's own axis would be wrong.
+
+A copy is a token sent to one of its `top_k` experts. MaxVio is the load of the busiest rank over
+the mean load, minus 1. A sample is a sequence of tokens. A popularity rank, `places`, is an
+expert's place when the experts are sorted by popularity: 0 for the most popular one.
 """
 
 from __future__ import annotations
@@ -77,15 +81,16 @@ def made_up(skew: Skew) -> Routes:
     Raises:
         InputError: if no routing has this MaxVio.
     """
-    spread = None
+    spread = None  # how much samples differ; found for the history, then kept
     tables = []
     for shares, random in _popularities(skew):
         if skew.locality and spread is None:
             spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
-        of_samples = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
-        tables.append(integer_counts(of_samples, shares, skew))
-    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
-    return Routes(experts=experts, history=tables[0].sum(axis=0))
+        sample_shares = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
+        tables.append(integer_counts(sample_shares, shares, skew))
+    history, *calls = tables
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in calls])
+    return Routes(experts=experts, history=history.sum(axis=0))
 
 
 def made_up_totals(skew: Skew) -> list[np.ndarray]:
@@ -93,14 +98,17 @@ def made_up_totals(skew: Skew) -> list[np.ndarray]:
     locality, without dealing them."""
     assert not skew.locality, "the popularity of later calls depends on what samples draw"
     copies = skew.sample_tokens * skew.top_k * skew.samples
-    return [_rounded(shares * copies) for shares, _ in _popularities(skew)][1:]
+    _, *calls = [_rounded(shares * copies) for shares, _ in _popularities(skew)]
+    return calls
 
 
 def _popularities(skew: Skew) -> Iterator[tuple[np.ndarray, np.random.Generator]]:
     """Yield each expert's share of the copies, (num_experts,), in the history and then in each
     call, and what draws them."""
     per_rank = skew.num_experts // skew.ranks
-    most = skew.ranks * min(1.0, per_rank / skew.top_k) - 1
+    # a token sends at most one copy to each of the busiest rank's experts
+    most_on_one_rank = min(1.0, per_rank / skew.top_k)
+    most = skew.ranks * most_on_one_rank - 1
     if not 0 <= skew.max_vio <= most:
         raise InputError(
             f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {per_rank} experts with "
@@ -109,13 +117,10 @@ def _popularities(skew: Skew) -> Iterator[tuple[np.ndarray, np.random.Generator]
     random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
     lasting = random.normal(size=skew.num_experts)
     for _ in range(skew.calls + 1):
-        mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(
-            size=len(lasting)
-        )
-        yield (
-            zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew),
-            random,
-        )
+        fresh = random.normal(size=len(lasting))
+        mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * fresh
+        places = np.argsort(np.argsort(-mixed))  # the largest value is in place 0
+        yield zipf_shares(hot_experts_on_one_rank(places, skew), skew), random
 
 
 def recorded(
@@ -154,8 +159,9 @@ def recorded_shares(
         experts_per_rank: experts per rank.
     """
     loads = trace.samples(layer, step).sum(axis=0)
-    repeated = np.resize(loads, ranks)
-    return np.repeat(repeated / (repeated.sum() * experts_per_rank), experts_per_rank)
+    rank_loads = np.resize(loads, ranks)  # repeated or cut
+    expert_shares = rank_loads / (rank_loads.sum() * experts_per_rank)
+    return np.repeat(expert_shares, experts_per_rank)
 
 
 def identical_counts(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
@@ -176,12 +182,14 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
         shares: (calls + 1, num_experts) share of each expert; the first row is for the history.
         skew: the sizes. Its popularity parameters are not read.
     """
-    tables = [
-        integer_counts(np.tile(capped(of_call[None], skew.top_k), (skew.samples, 1)), of_call, skew)
-        for of_call in shares
-    ]
-    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
-    return Routes(experts=experts, history=tables[0].sum(axis=0))
+    tables = []
+    for call_shares in shares:
+        sample_shares = capped(call_shares[None], skew.top_k)  # (1, num_experts)
+        all_samples = np.tile(sample_shares, (skew.samples, 1))
+        tables.append(integer_counts(all_samples, call_shares, skew))
+    history, *calls = tables
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in calls])
+    return Routes(experts=experts, history=history.sum(axis=0))
 
 
 def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
@@ -190,23 +198,29 @@ def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
 
     A token may not choose an expert twice. If these experts were on different ranks, one rank could
     get no more than 1 / top_k of all copies.
+
+    Args:
+        places: (num_experts,) int64 popularity rank of each expert.
+        skew: the sizes.
     """
     per_rank = skew.num_experts // skew.ranks
     places = places.copy()
-    hot = int(np.flatnonzero(places == 0)[0]) // per_rank * per_rank
+    hottest = int(places.argmin())
+    first = hottest // per_rank * per_rank  # of the experts on the hottest one's rank
+    on_hot_rank = range(first, first + per_rank)
     for place in range(1, min(skew.top_k, per_rank)):
-        holder = int(np.flatnonzero(places == place)[0])
-        if not hot <= holder < hot + per_rank:
-            free = max(range(hot, hot + per_rank), key=lambda expert: places[expert])
-            places[[free, holder]] = places[[holder, free]]
+        (holder,) = np.flatnonzero(places == place).tolist()
+        if holder not in on_hot_rank:
+            coldest = max(on_hot_rank, key=lambda expert: places[expert])
+            places[[coldest, holder]] = places[[holder, coldest]]  # swaps them
     return places
 
 
 def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
     """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent
-    that gives the MaxVio."""
+    that gives the MaxVio, found by bisection."""
 
-    def violation(exponent: float) -> float:
+    def max_vio_at(exponent: float) -> float:
         loads = popularity(places, exponent, skew.top_k).reshape(skew.ranks, -1).sum(axis=1)
         return float(loads.max() * skew.ranks - 1)
 
@@ -214,7 +228,10 @@ def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
     high = STEEPEST
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if violation(middle) < skew.max_vio else (low, middle)
+        if max_vio_at(middle) < skew.max_vio:
+            low = middle
+        else:
+            high = middle
     return popularity(places, high, skew.top_k)
 
 
@@ -227,21 +244,24 @@ def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarra
         shares: (num_experts,) shares over all samples.
         skew: gives the number of copies.
     """
-    copies = skew.sample_tokens * skew.top_k
+    copies = skew.sample_tokens * skew.top_k  # of a sample
     totals = _rounded(shares * copies * skew.samples)
     table = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own])
     exact = own * copies
-    over = table.sum(axis=0) - totals
-    while over.any():
-        down = int(over.argmax())
-        up = int(over.argmin())
-        possible = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
+    excess = table.sum(axis=0) - totals
+    # Rows sum up already. In one sample after another, a copy for the expert with most excess goes
+    # to the one that lacks most, where that moves the sample's counts closest to the exact ones.
+    while excess.any():
+        down = int(excess.argmax())
+        up = int(excess.argmin())
+        is_possible = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
         gain = (table[:, down] - exact[:, down]) - (table[:, up] - exact[:, up])
-        assert possible.any(), "no sample can exchange a copy"
-        row = int(np.where(possible, gain, -np.inf).argmax())
-        table[row, down] -= 1
-        table[row, up] += 1
-        over[[down, up]] += -1, 1
+        assert is_possible.any(), "no sample can exchange a copy"
+        sample = int(np.where(is_possible, gain, -np.inf).argmax())
+        table[sample, down] -= 1
+        table[sample, up] += 1
+        excess[down] -= 1
+        excess[up] += 1
     return table
 
 
@@ -280,12 +300,13 @@ def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
     """Return the integers closest to `exact` with the same sum and none above `most`, by the method
     of largest remainders."""
     rounded = np.floor(exact + 1e-9).astype(np.int64)
-    total = round(float(exact.sum()))
-    while (left := total - int(rounded.sum())) > 0:
+    missing = round(float(exact.sum())) - int(rounded.sum())
+    while missing > 0:  # more than once if few entries have room
         has_room = np.ones(len(exact), dtype=bool) if most is None else rounded < most
         assert has_room.any(), "more copies than may be"
         # one more for the entries that were rounded down most
         order = np.argsort(np.where(has_room, rounded - exact, np.inf), kind="stable")
-        chosen = order[: min(left, int(has_room.sum()))]
+        chosen = order[: min(missing, int(has_room.sum()))]
         rounded[chosen] += 1
+        missing -= len(chosen)
     return rounded

@@ -56,17 +56,8 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         budget: memory budget in bytes per rank for the method that has one; None leaves that method
             out.
     """
-    bounded = (
-        {
-            BOUNDED: BalanceMethod(
-                plan=Plan(replication="arbiter", memory_budget=budget), is_single=False
-            )
-        }
-        if budget
-        else {}
-    )
     nodes = grid.world // (grid.ranks_per_node or grid.world)
-    return {
+    by_name = {
         PLAIN: BalanceMethod(plan=Plan()),
         "ZeRO-3 (r = 0)": BalanceMethod(plan=Plan(gather_weights=0)),
         "shadow, published": BalanceMethod(plan=Plan(replication="published")),
@@ -86,8 +77,11 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         OURS_PLACED: BalanceMethod(
             plan=Plan(replication="arbiter"), is_single=False, places_experts=True
         ),
-        **bounded,
     }
+    if budget:
+        plan = Plan(replication="arbiter", memory_budget=budget)
+        by_name[BOUNDED] = BalanceMethod(plan=plan, is_single=False)
+    return by_name
 
 
 def policy_of(method: BalanceMethod, costs: Rates) -> AbstractReplicationPolicy | None:
@@ -118,4 +112,5 @@ def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
         expert_bytes=1,
         steps=1,
     )
-    return np.argsort(SmartMoE().decide(load))
+    expert_of_slot = SmartMoE().decide(load)
+    return np.argsort(expert_of_slot)  # the inverse permutation

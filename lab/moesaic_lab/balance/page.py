@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from moesaic_lab.balance.benchmark import panels, rebuild
-from moesaic_lab.balance.cells import share_rows
+from moesaic_lab.balance.cells import Row, share_rows
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
@@ -50,54 +51,55 @@ def main() -> int:
 def headline(result: dict[str, Any]) -> str:
     """Return a table of the best-known methods' shares of forced balance, on the headline cluster
     with `DRAWN` ranks."""
-    shown = (HEADLINE_CLUSTER, DRAWN, SharesOfForced.ratio)
-    rows = [
-        row
-        for row in share_rows(rebuild(result["rows"], Share))
-        if (row["cluster"], row["ranks"], row["ratio"]) == shown
-    ]
-    ordered = [row for name in HEADLINE_METHODS for row in rows if row["method"] == name]
+    rows_by_method: dict[str, list[Row]] = {name: [] for name in HEADLINE_METHODS}
+    for row in share_rows(rebuild(result["rows"], Share)):
+        is_shown = (
+            row["cluster"] == HEADLINE_CLUSTER
+            and row["ranks"] == DRAWN
+            and row["ratio"] == SharesOfForced.ratio
+        )
+        if is_shown and row["method"] in rows_by_method:
+            rows_by_method[row["method"]].append(row)
+    ordered = list(chain.from_iterable(rows_by_method.values()))
     return crossed(f"share of forced balance, `{HEADLINE_CLUSTER}`, {DRAWN} ranks", ordered, "load")
 
 
 def tables(result: dict[str, Any]) -> str:
     """Return the tables of the page: shares of forced balance by load for each cluster, then by
     weight ratio, then the claims."""
-    rows = share_rows(rebuild(result["rows"], Share))
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in share_rows(rebuild(result["rows"], Share)):
+        groups.setdefault((row["cluster"], row["ranks"]), []).append(row)
+
     parts = []
-    for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
-        of_cluster = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]
-        base = [row for row in of_cluster if row["ratio"] == SharesOfForced.ratio]
-        parts.append(crossed(f"share of forced balance, `{cluster}`, {ranks} ranks", base, "load"))
-        real = [row for row in of_cluster if row["load"] == RECORDED]
-        if len({row["ratio"] for row in real}) > 1:
-            parts.append(
-                crossed(
-                    f"recorded loads by an expert's weights over a rank's rows, `{cluster}`",
-                    real,
-                    "ratio",
-                )
-            )
-    lines = [
-        CLAIM_COLUMNS,
-        *(line([claim]) for claim in result["claims"] if claim["target"] is not None),
-    ]
+    for (cluster, ranks), rows in groups.items():
+        default_ratio = [row for row in rows if row["ratio"] == SharesOfForced.ratio]
+        title = f"share of forced balance, `{cluster}`, {ranks} ranks"
+        parts.append(crossed(title, default_ratio, "load"))
+        recorded = [row for row in rows if row["load"] == RECORDED]
+        ratios = {row["ratio"] for row in recorded}
+        if len(ratios) > 1:
+            title = f"recorded loads by an expert's weights over a rank's rows, `{cluster}`"
+            parts.append(crossed(title, recorded, "ratio"))
+
+    claims = [claim for claim in result["claims"] if claim["target"] is not None]
+    lines = [CLAIM_COLUMNS, *(line([claim]) for claim in claims)]
     where = (
         f"Claims about beds were measured {measured({'balance': result})}; shares are simulated."
     )
     return "\n\n".join([*parts, where, markdown_table(lines)])
 
 
-def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
+def crossed(title: str, rows: Sequence[Row], across: str) -> str:
     """Return a table of medians, with a line for each method and a column for each value of the key
     `across`."""
-    columns = sorted({row[across] for row in rows})
+    columns = sorted({row[across] for row in rows})  # kinds of loads, or ratios
     cells = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
-    names = [
-        column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}"
-        for column in columns
-    ]
-    lines = [[title, *names]]
+    heads = [title]
+    for column in columns:
+        is_load = isinstance(column, str)
+        heads.append(column.replace(MADE_UP, SYNTHETIC) if is_load else f"{column:g}")
+    lines = [heads]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(cells.get((method, column), "") for column in columns)])
     return markdown_table(lines)

@@ -1,8 +1,14 @@
 """The ranks' part of the balance benchmark: builds a layer per method, checks their results, and
-times them in turn."""
+times them in turn.
+
+A case has several calls of a layer, each with its own routing, which `ToldRouter` is told. A
+decision is what a method's policy replicates in a call. Methods are first checked and counted with
+real experts, then timed with virtual ones, which sleep for as long as an accelerator would compute.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +117,7 @@ class Subject:
     """One method's layer on one rank, with the input of the case.
 
     Args:
+        name: name of the method in the job.
         compiled: the method's compiled plan.
         transport: the transport between the ranks.
         experts: factory of the layer's experts.
@@ -131,6 +138,7 @@ class Subject:
         self.experts_at = np.arange(place.num_experts)
         if method.places_experts:
             self.experts_at = placed_by(routes.history, grid)
+        """(num_experts,) int64, the slot of each expert; slots are numbered rank by rank."""
         torch.manual_seed(job.seed)
         self.layer = MoE(
             place.dim,
@@ -141,8 +149,9 @@ class Subject:
             experts=experts,
             losses=(),
         )
+        expert_of_slot = torch.from_numpy(np.argsort(self.experts_at))
         for weights in self.layer.experts.parameters():
-            weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
+            weights.data = weights.data[expert_of_slot]
         is_arbiter = method.plan.replication == "arbiter"
         policy = policy_of(method, place.profiled_costs if is_arbiter else place.costs)
         self.decided: list[CallDecision] = []
@@ -154,15 +163,14 @@ class Subject:
         if isinstance(calls, BalancedCalls) and calls._chooser:
             calls._chooser = Watched(calls._chooser, self.decided)
         self._option = "" if policy is None or policy.has_choice else method.plan.replication
-        self.relocator = (
-            Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False)
-            if method.moves_samples
-            else None
-        )
-        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[
-            :, transport.rank
-        ]
-        self._routes = [torch.from_numpy(self.experts_at[call]) for call in mine]
+        """Name of every decision's option; "" if the decision names it."""
+        self.relocator: Relocator | None = None
+        if method.moves_samples:
+            self.relocator = Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False)
+        # (calls, ranks, tokens, top_k) expert ids
+        by_rank = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)
+        own_calls = by_rank[:, transport.rank]
+        self._routes = [torch.from_numpy(self.experts_at[call]) for call in own_calls]
         self._samples = place.samples_per_rank
         self._length = place.sample_tokens
         generator = torch.Generator().manual_seed(job.seed + 1 + transport.rank)
@@ -203,14 +211,13 @@ class Subject:
         Args:
             calls: number of calls of the case, which repeat in a cycle.
         """
-        experts, copies = zip(
-            *(_num_replicated(decision.replicated) for decision in self.decided[:calls])
-        )
+        first = self.decided[:calls]
+        replicated = [_num_replicated(decision.replicated) for decision in first]
         return Decided(
             seconds=tuple(decision.decision_seconds for decision in self.decided),
-            replicated_experts=experts,
-            options=tuple(self._option or decision.option for decision in self.decided[:calls]),
-            replicated_copies=copies,
+            replicated_experts=tuple(experts for experts, _ in replicated),
+            options=tuple(self._option or decision.option for decision in first),
+            replicated_copies=tuple(copies for _, copies in replicated),
         )
 
     def clear(self) -> None:
@@ -237,10 +244,17 @@ def measure(jobs: Sequence[BalanceJob]) -> Iterator[BalanceFound]:
 def measure_case(
     job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport
 ) -> BalanceFound:
-    """Measure one case."""
+    """Measure one case on this rank.
+
+    Args:
+        job: the case.
+        plans: compiled plans by method.
+        transport: the transport between the ranks.
+    """
     place = job.case.place
     counted = counts(job, plans, transport)
-    speed = place.slow_rank if transport.rank == place.bed.world - 1 else 1.0
+    is_last = transport.rank == place.bed.world - 1
+    speed = place.slow_rank if is_last else 1.0
     accelerators = {
         name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods
     }
@@ -250,26 +264,26 @@ def measure_case(
     }
     calls = len(job.case.routes.experts)
     barrier = start_together(latest)
-    steps = {name: each.step for name, each in subjects.items()}
+    steps = {name: subject.step for name, subject in subjects.items()}
     # plans are cached by now, but each layer's first calls cost extra
     for subject in subjects.values():
         for _ in range(calls):
             subject.step()
         subject.start_over()
-    before = {name: each.charged for name, each in accelerators.items()}
+    charged_before = {name: accelerator.charged for name, accelerator in accelerators.items()}
     near = partial(near_ours, methods=job.methods, balanced=job.case.max_vio == 0)
     with without_collections():
         spans, pairs = in_turn_and_near(
             steps, place.repeats, place.pairs, near, barrier=barrier, warmup=0
         )
     decided = {
-        name: each.decisions(calls)
-        for name, each in subjects.items()
+        name: subject.decisions(calls)
+        for name, subject in subjects.items()
         if job.methods[name].plan.replication != "none"
     }
     charged = {
-        name: (each.charged - before[name]) / subjects[name].steps
-        for name, each in accelerators.items()
+        name: (accelerator.charged - charged_before[name]) / subjects[name].steps
+        for name, accelerator in accelerators.items()
     }
     return BalanceFound(spans=spans, pairs=pairs, decided=decided, charged=charged, **counted)
 
@@ -278,13 +292,20 @@ def near_ours(
     seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, BalanceMethod], balanced: bool
 ) -> list[str]:
     """Return ours and those of the two fastest single techniques that are close to it, plus the
-    plain layer if loads are balanced. Return [] if nothing is left to compare with."""
+    plain layer if loads are balanced. Return [] if nothing is left to compare with.
+
+    Args:
+        seconds: seconds of the first rounds, by method.
+        methods: the methods by name.
+        balanced: whether loads are balanced.
+    """
     if OURS not in seconds:
         return []
     others = [name for name in seconds if methods[name].is_single]
     others.sort(key=lambda name: paired(seconds[name], seconds[OURS]).median)
     near = [name for name in others[:2] if paired(seconds[name], seconds[OURS]).is_near]
-    near += [PLAIN] if balanced and PLAIN not in near else []
+    if balanced and PLAIN not in near:
+        near.append(PLAIN)
     return [OURS, *near] if near else []
 
 
@@ -301,18 +322,20 @@ def counts(
     sent = {}
     peaks = {}
     errors = {}
-    plain = None
+    plain_values = None  # of the first method, the plain layer
     for name in job.methods:
         recorder = Recorder(transport)
         subject = Subject(job, name, plans[name], recorder, PlainExperts)
         values = outcome(subject)
         subject.clear()
-        plain = plain or values
-        error = max(difference(value, other) for value, other in zip(values, plain))
-        first = len(recorder.ranges)
+        if plain_values is None:
+            plain_values = values
+        error = max(difference(value, plain) for value, plain in zip(values, plain_values))
+        num_before = len(recorder.ranges)
         peaks[name] = peak_bytes(partial(_run_first_call, subject))
-        sent[name] = by_movement(recorder.ranges[first:])
-        errors[name] = latest(error)
+        sent[name] = by_movement(recorder.ranges[num_before:])
+        errors[name] = latest(error)  # the largest of all ranks
+    # "not <=" also finds NaN
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
@@ -322,14 +345,12 @@ def counts(
 def by_movement(ranges: Sequence[Range]) -> list[list[Message]]:
     """Return the messages of each movement; those of one number in forward and backward, which swap
     sides, together."""
-    movements: list[list[Message]] = [
-        [] for _ in range(max((tags.length for tags in ranges), default=0))
-    ]
+    num_movements = max((tags.length for tags in ranges), default=0)
+    movements: list[list[Message]] = [[] for _ in range(num_movements)]
     for tags in ranges:
         for message in tags.messages:
-            movements[message.tag].append(
-                (message.source, message.target, float(message.num_bytes))
-            )
+            sent = (message.source, message.target, float(message.num_bytes))
+            movements[message.tag].append(sent)
     return movements
 
 
@@ -344,20 +365,25 @@ def outcome(subject: Subject) -> list[Tensor]:
     along: list[Tensor] = []
     for parameter in subject.layer.experts.parameters():
         assert parameter.grad is not None
-        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-        probe = torch.randn(
-            local[0].numel(), PROBES, generator=torch.Generator().manual_seed(len(along))
-        )
-        along.append(local.flatten(1) @ probe)
+        gradient: Any = parameter.grad
+        if hasattr(gradient, "to_local"):  # a DTensor's part on this rank
+            gradient = gradient.to_local()
+        # (experts, numbers) -> (experts, PROBES); all methods and ranks draw the same directions
+        generator = torch.Generator().manual_seed(len(along))
+        probe = torch.randn(gradient[0].numel(), PROBES, generator=generator)
+        along.append(gradient.flatten(1) @ probe)
     per_rank: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, torch.stack(along, dim=1))
-    by_place = torch.cat([of_rank for of_rank in per_rank if of_rank is not None])
-    return [y.detach(), subject.x.grad.clone(), by_place[torch.from_numpy(subject.experts_at)]]
+    by_slot = torch.cat([part for part in per_rank if part is not None])
+    by_expert = by_slot[torch.from_numpy(subject.experts_at)]
+    return [y.detach(), subject.x.grad.clone(), by_expert]
 
 
 def _num_replicated(replicated: Replications | None) -> tuple[int, int]:
     """Return the numbers of experts and of copies that helper ranks compute."""
-    return (0, 0) if replicated is None else (len(np.unique(replicated.expert)), replicated.total)
+    if replicated is None:
+        return 0, 0
+    return len(np.unique(replicated.expert)), replicated.total
 
 
 def _run_first_call(subject: Subject) -> None:
@@ -369,4 +395,4 @@ def _run_first_call(subject: Subject) -> None:
 def difference(values: Tensor, others: Tensor) -> float:
     """Return the largest difference over the largest value; infinity if any value is NaN."""
     worst = float((values - others).abs().max() / others.abs().max())
-    return worst if worst == worst else float("inf")
+    return float("inf") if math.isnan(worst) else worst

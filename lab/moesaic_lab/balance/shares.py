@@ -105,49 +105,53 @@ def shares_of_forced(
     trace = Trace.open(folder / config.trace)
     shares: list[Share] = []
     for ranks in config.ranks:
-        larger = None
-        names = names_of(ranks)
+        simulated = None  # the last cluster, whose compiled programs the next one reuses
         for cluster in config.clusters:
-            first = cluster == config.clusters[0] and ranks == config.ranks[0]
-            cases = [
-                LoadCase(cluster, ranks, ratio, load, which)
-                for ratio in dict.fromkeys((config.ratio, *(config.ratios if first else ())))
-                for load, which in loads_on(config, ranks)
-                if load == RECORDED or ratio == config.ratio
-            ]
+            cases = _cases_on(config, cluster, ranks)
             if not all(case.file(keep).exists() for case in cases):
-                spec = read_cluster(cluster)
-                larger = Larger(
-                    config.layer(ranks),
-                    read_cluster(cluster, nodes=ranks // spec.devices_per_node),
-                    larger,
-                )
+                nodes = ranks // read_cluster(cluster).devices_per_node
+                spec = read_cluster(cluster, nodes=nodes)
+                simulated = Larger(config.layer(ranks), spec, simulated)
             forced: dict[tuple[float, str], float] = {}
             for case in cases:
                 path = case.file(keep)
                 if not path.exists():
-                    assert larger is not None
+                    assert simulated is not None
                     told(
                         f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, "
                         f"{case.load} {case.which:g}"
                     )
-                    found = (
-                        _shares_with_slow_rank(config, larger, cluster, names)
-                        if case.load == SLOW
-                        else _shares_under(
+                    names = names_of(ranks)
+                    if case.load == SLOW:
+                        case_shares = _shares_with_slow_rank(config, simulated, cluster, names)
+                    else:
+                        case_shares = _shares_under(
                             config,
-                            larger,
+                            simulated,
                             trace=trace,
                             case=case,
                             seed=seed,
                             names=names,
                             forced=forced,
                         )
-                    )
-                    write_whole(path, json.dumps([asdict(share) for share in found]))
+                    write_whole(path, json.dumps([asdict(share) for share in case_shares]))
                 rows = json.loads(path.read_text(encoding="utf-8"))
                 shares += [Share(**row) for row in rows]
     return shares
+
+
+def _cases_on(config: SharesOfForced, cluster: str, ranks: int) -> list[LoadCase]:
+    """Return the cases to simulate on a cluster: all loads with the default weight ratio and, on
+    the first cluster with the first number of ranks, the recorded loads with all ratios."""
+    default = config.ratio
+    loads = list(loads_on(config, ranks))
+    cases = [LoadCase(cluster, ranks, default, load, which) for load, which in loads]
+    if cluster == config.clusters[0] and ranks == config.ranks[0]:
+        for ratio in dict.fromkeys(config.ratios):
+            for load, which in loads:
+                if load == RECORDED and ratio != default:
+                    cases.append(LoadCase(cluster, ranks, ratio, load, which))
+    return cases
 
 
 class LoadCase(NamedTuple):
@@ -174,17 +178,23 @@ class LoadCase(NamedTuple):
 
 def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:
     """Yield the loads to simulate on this many ranks, as (kind, layer or MaxVio)."""
-    layers = config.layers if ranks <= WHOLE else config.layers[len(config.layers) // 2 :][:1]
-    yield from ((RECORDED, layer) for layer in layers)
-    yield from ((MADE_UP, skew) for skew in config.max_vio)
-    if ranks <= WHOLE:
+    is_whole = ranks <= WHOLE
+    middle = len(config.layers) // 2
+    layers = config.layers if is_whole else config.layers[middle : middle + 1]
+    for layer in layers:
+        yield RECORDED, layer
+    for skew in config.max_vio:
+        yield MADE_UP, skew
+    if is_whole:
         yield SLOW, 0.0
 
 
 def names_of(ranks: int) -> list[str]:
     """Return the names of the methods to simulate on this many ranks."""
     names = [name for name in methods(Grid(world=ranks, ep=ranks)) if name not in UNASKED]
-    return [*names, *(BEST if ranks <= WHOLE else ())]
+    if ranks <= WHOLE:
+        names += BEST
+    return names
 
 
 def _shares_under(
@@ -204,14 +214,18 @@ def _shares_under(
     tokens = config.tokens(ratio)
     copies = tokens * config.top_k
     experts = ranks * config.experts_per_rank
-    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
-    layer, steps, calls = calls_of(config, trace, case, copies, seed)
+    even = identical_counts(np.full(experts, 1 / experts), ranks, copies)
     for name in dict.fromkeys((PLAIN, *names)):
         if (ratio, name) not in forced:
-            forced[ratio, name] = larger.seconds(name, even, even[0].sum(0), tokens)[-1][0]
+            # of two equal calls, the first only starts policies that decide ahead
+            *_, (seconds, _, _) = larger.seconds(name, [even, even], even.sum(0), tokens)
+            forced[ratio, name] = seconds
+
+    layer, steps, calls = calls_of(config, trace, case, copies, seed)
+    history = calls[0].sum(0)
     for name in names:
-        results = larger.seconds(name, calls, calls[0].sum(0), tokens)
-        moving = larger.moving_seconds(name, calls[0].sum(0), config.moved_bytes)
+        results = larger.seconds(name, calls, history, tokens)
+        moving = larger.moving_seconds(name, history, config.moved_bytes)
         for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], results):
             yield Share(
                 cluster=cluster,
@@ -243,15 +257,14 @@ def _shares_with_slow_rank(
     slowed = Larger(larger.layer, spec, larger)
     experts = ranks * config.experts_per_rank
     copies = tokens * config.top_k
-    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
-    plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
+    even = identical_counts(np.full(experts, 1 / experts), ranks, copies)
+    calls = [even, even]
+    history = even.sum(0)
+    *_, (plain, _, _) = larger.seconds(PLAIN, calls, history, tokens)
     for name in names:
-        runs = [
-            simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)
-        ]
-        own, _, _ = runs[0][-1]
-        seconds, deciding, replicated = runs[1][-1]
-        moving = slowed.moving_seconds(name, even[0].sum(0), config.moved_bytes)
+        *_, (own, _, _) = larger.seconds(name, calls, history, tokens)
+        *_, (seconds, deciding, replicated) = slowed.seconds(name, calls, history, tokens)
+        moving = slowed.moving_seconds(name, history, config.moved_bytes)
         yield Share(
             cluster=cluster,
             ranks=ranks,
@@ -275,14 +288,23 @@ def calls_of(
     config: SharesOfForced, trace: Trace, case: LoadCase, copies: int, seed: int
 ) -> tuple[int, Sequence[int], list[np.ndarray]]:
     """Return a load as (layer, steps, consecutive calls). The first call only initialises policies
-    that decide ahead."""
+    that decide ahead.
+
+    Args:
+        copies: copies of each rank in a call.
+
+    Returns:
+        `Share.layer`, the `Share.step` of each call, and each rank's copies for each expert in each
+        call, (ranks, num_experts) int64.
+    """
     ranks = case.ranks
     per_rank = config.experts_per_rank
     if case.load == RECORDED:
         layer = int(case.which)
         shares = [recorded_shares(trace, layer, step, ranks, per_rank) for step in config.steps]
-        return layer, config.steps, [identical_counts(of_step, ranks, copies) for of_step in shares]
-    samples = -(-copies // (config.top_k * 512))
+        calls = [identical_counts(step_shares, ranks, copies) for step_shares in shares]
+        return layer, config.steps, calls
+    samples = -(-copies // (config.top_k * 512))  # of 512 tokens each, rounded up
     totals = made_up_totals(
         Skew(
             ranks=ranks,
@@ -297,4 +319,5 @@ def calls_of(
             seed=seed,
         )
     )
-    return -1, (0, 1), [identical_counts(total / total.sum(), ranks, copies) for total in totals]
+    calls = [identical_counts(total / total.sum(), ranks, copies) for total in totals]
+    return -1, (0, 1), calls

@@ -4,6 +4,9 @@ their own.
 The cost simulator runs the programs that the ranks would run, with the rows that each rank would
 send. Decisions need no ranks, since all ranks decide identically from the same counts. This module
 does not need torch.
+
+A call is one run of the layer, forward and backward. Copies are tokens sent to an expert, top-k of
+each; a call is given as a (ranks, num_experts) array of each rank's copies for each expert.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ calls before timing starts. From call to call, 2 % of the copies change their ex
 
 
 class Larger:
-    """All methods on one cluster, in simulation.
+    """All methods on one cluster, larger than those that are emulated, in simulation.
 
     Args:
         layer: the workload of a rank. Its number of tokens is replaced in every call.
@@ -70,12 +73,15 @@ class Larger:
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
         self._costs: dict[int, Rates] = {}
-        self._plans: dict[str, Compiled] = (
-            like._plans
-            if like is not None and like.grid == self.grid
-            else compiled_once(self.methods, self.grid)
-        )
+        """What policies know of the cluster, by tokens per rank."""
+        self._plans: dict[str, Compiled] = {}
+        """Compiled programs by method."""
+        if like is not None and like.grid == self.grid:
+            self._plans = like._plans
+        else:
+            self._plans = compiled_once(self.methods, self.grid)
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
+        """Simulated seconds by the key of `_cached_seconds`."""
 
     def _policy(self, method: BalanceMethod, tokens: int) -> AbstractReplicationPolicy | None:
         """Return the policy of a method in a run with this many tokens per rank; None if the method
@@ -97,7 +103,7 @@ class Larger:
             history: (num_experts,) copies that expert placement learns from.
             tokens: tokens per rank.
         """
-        method = self.methods[BEST.get(name, name)]
+        method = self.methods[BEST.get(name, name)]  # for a reference, the method of its options
         loads = [
             CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
             for copies in self._copies(calls, history, method)
@@ -105,12 +111,12 @@ class Larger:
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
         policy = self._policy(method, tokens)
-        deciding = Deciding(policy, self._plans[name])
+        decide = Deciding(policy, self._plans[name])
         results = []
         for load in loads[1:]:
-            compiled, table = deciding(load)
-            seconds = self._cached_seconds(compiled, load, table, tokens)
-            results.append((seconds, deciding.seconds, len(np.unique(table.expert))))
+            compiled, replicated = decide(load)
+            seconds = self._cached_seconds(compiled, load, replicated, tokens)
+            results.append((seconds, decide.seconds, len(np.unique(replicated.expert))))
         return results
 
     def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
@@ -129,33 +135,31 @@ class Larger:
             return 0.0
         per_rank = self.layer.num_experts // self.grid.world
         slot = placed_by(history, self.grid)
-        source = np.arange(len(slot)) // per_rank
+        source = np.arange(len(slot)) // per_rank  # each expert's rank before and after
         target = slot // per_rank
-        pairs, experts = np.unique(
-            np.stack([source, target])[:, source != target], axis=1, return_counts=True
-        )
-        of_expert = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
+        moves = np.stack([source, target])[:, source != target]
+        # one message for each pair of ranks, with all experts that move between them
+        (sources, targets), num_experts = np.unique(moves, axis=1, return_counts=True)
+        expert_bytes = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
         topology = Topology(self.spec, self.grid.world, self.grid.ranks_per_node)
-        return topology.loads(
-            pairs[0], pairs[1], experts * float(of_expert), np.ones(len(experts))
-        ).alone
+        num_bytes = num_experts * float(expert_bytes)
+        return topology.loads(sources, targets, num_bytes, np.ones(len(num_bytes))).alone
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
-        """Return the time of a call under the arbiter's fastest option in simulation, with the
-        call's own counts."""
+        """Return the result of a call, as `seconds` does, under the arbiter's fastest option in
+        simulation, with the call's own counts."""
         policy = self._policy(self.methods[OURS], tokens)
         assert isinstance(policy, Arbiter)
         programs = programs_of(self._plans[OURS], policy)
         weigher = policy.start({name: each.plan for name, each in programs.items()}).weigher
         replicas = weigher.replica_loads(load)
-        options = (
-            (programs[each.program], spread(replicas, each.replicated))
-            for each in weigher.all(replicas)
-        )
-        return min(
-            (self._cached_seconds(of, load, t, tokens), 0.0, len(np.unique(t.expert)))
-            for of, t in options
-        )
+        results = []
+        for option in weigher.all(replicas):
+            replicated = spread(replicas, option.replicated)
+            compiled = programs[option.program]
+            seconds = self._cached_seconds(compiled, load, replicated, tokens)
+            results.append((seconds, 0.0, len(np.unique(replicated.expert))))
+        return min(results)
 
     def _cached_seconds(
         self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int
@@ -174,8 +178,8 @@ class Larger:
         each call."""
         if not method.places_experts:
             return list(calls)
-        order = np.argsort(placed_by(history, self.grid))
-        return [counts[:, order] for counts in calls]
+        expert_of_slot = np.argsort(placed_by(history, self.grid))  # the inverse permutation
+        return [counts[:, expert_of_slot] for counts in calls]
 
     def _simulate(
         self, compiled: Compiled, copies: np.ndarray, replicated: Replications, tokens: int
@@ -283,12 +287,14 @@ def decisions(
 
 
 def _drifting(ranks: int, experts: int, calls: int, seed: int) -> Sequence[np.ndarray]:
-    """Return each rank's copies for each expert, a (ranks, experts) int64 array for each call."""
+    """Return each rank's copies for each expert, a (ranks, experts) int64 array for each call, in
+    which the popularity of experts drifts."""
     rng = np.random.default_rng(seed)
     lasting = rng.normal(size=experts)
     copies = []
     for _ in range(calls):
         mixed = np.sqrt(PERSISTENCE) * lasting + np.sqrt(1 - PERSISTENCE) * rng.normal(size=experts)
-        shares = (1.0 + np.argsort(np.argsort(-mixed))) ** -SKEW
+        place = np.argsort(np.argsort(-mixed))  # 0 for the most popular expert
+        shares = (1.0 + place) ** -SKEW
         copies.append(rng.multinomial(COPIES, shares / shares.sum(), size=ranks))
     return copies

@@ -44,7 +44,9 @@ class Alive(TorchDispatchMode):
         self.peak_bytes = 0
         """The most bytes that were alive at once."""
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        """By address: each storage that an operation allocated, and its bytes."""
         self._known: dict[int, StorageWeakRef] = {}
+        """By address: the storages that existed before."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -64,8 +66,9 @@ class Alive(TorchDispatchMode):
 
     def _prune(self) -> None:
         """Remove storages that were freed."""
-        for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
-            del self._alive[key]
+        expired = [address for address, (ref, _) in self._alive.items() if ref.expired()]
+        for address in expired:
+            del self._alive[address]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -160,7 +163,7 @@ def _rows_under(weights: str, load: str) -> list[dict[str, Any]]:
         budget = int(share * even)
         plan = Plan(replication=replication, memory_budget=budget)
         peak, use = _peak_bytes(layer, plan, max_vio)
-        held = BudgetHeld(
+        result = BudgetHeld(
             weights=weights,
             load=load,
             replication=replication,
@@ -171,7 +174,7 @@ def _rows_under(weights: str, load: str) -> list[dict[str, Any]]:
             slices=use.slices,
             kept_slices=use.kept_slices,
         )
-        rows.append(asdict(held))
+        rows.append(asdict(result))
     return rows
 
 
@@ -180,34 +183,40 @@ def _peak_bytes(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]
     budget was used."""
     chosen = _skewed_experts(max_vio)
 
-    def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
+    def run_rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
         layer = copy.deepcopy(whole)
         layer.parallelize(Mesh(GRID, Unwatched(transport)), plan)
         assert isinstance(layer.router, ToldRouter)
         layer.router.tell(chosen)
-        x, dy = (torch.randn(TOKENS, whole.dim, requires_grad=needs) for needs in (True, False))
+        x = torch.randn(TOKENS, whole.dim, requires_grad=True)
+        dy = torch.randn(TOKENS, whole.dim)
 
         def step() -> None:
             layer(x).backward(dy)
 
-        step()
+        step()  # what only a first call allocates is not counted
         x.grad = None
         layer.zero_grad()
         assert layer.on_mesh is not None
         calls = layer.on_mesh.calls
-        if isinstance(calls, BalancedCalls):
-            calls.budget.take()
+        if not isinstance(calls, BalancedCalls):  # a plan that replicates nothing
+            return peak_bytes(step), BudgetUse()
+        calls.budget.take()  # discards the use by the first call
         peak = peak_bytes(step)
-        return peak, calls.budget.take() if isinstance(calls, BalancedCalls) else BudgetUse()
+        return peak, calls.budget.take()
 
-    per_rank = run_ranks(GRID.world, rank, timeout_seconds=PATIENCE)
-    return max(peak for peak, _ in per_rank), per_rank[0][1]
+    per_rank = run_ranks(GRID.world, run_rank, timeout_seconds=PATIENCE)
+    peaks = [peak for peak, _ in per_rank]
+    _, first_use = per_rank[0]  # all ranks decide alike
+    return max(peaks), first_use
 
 
 def _skewed_experts(max_vio: float) -> Tensor:
     """Return each token's experts, (TOKENS, TOP_K) int64. The first rank gets the share of tokens
     that gives the MaxVio, and the others share the rest evenly."""
-    on_first = round(TOKENS * (1 + max_vio) / GRID.world)
-    on_others = torch.arange(TOKENS - on_first) % (GRID.world - 1) + 1
-    place = torch.cat([torch.zeros(on_first, dtype=torch.int64), on_others])
-    return place.unsqueeze(1) * PER_RANK + torch.arange(TOP_K)
+    num_on_first = round(TOKENS * (1 + max_vio) / GRID.world)
+    first = torch.zeros(num_on_first, dtype=torch.int64)
+    others = torch.arange(TOKENS - num_on_first) % (GRID.world - 1) + 1
+    rank = torch.cat([first, others])
+    # a token goes to the first TOP_K experts of its rank
+    return rank.unsqueeze(1) * PER_RANK + torch.arange(TOP_K)

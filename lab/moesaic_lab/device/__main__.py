@@ -45,26 +45,31 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(
                 f"{' '.join(arguments)}: write one of {', '.join(PARTS | ROWS)}, and a folder"
             )
-        dry = "--dry" in words
         folder, *others = (word for word in words if word != "--dry")
-        if dry:
-            from moesaic_lab.device.interpreter import mend_the_interpreter
-
-            mend_the_interpreter()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        module, _, function = (PARTS | ROWS)[name].partition(":")
-        run = getattr(import_module(f"moesaic_lab.device.{module}"), function)
-        if name in PARTS:
-            return int(run(Path(folder), *others, dry=dry))
-        results = import_module("moesaic_lab.device.results").StepRows(Path(folder), dry=dry)
-        each: list[tuple[str, ...]] = [*zip(others)] or [()]
-        done = [
-            results.attempt(".".join((name, *word)), partial(run, *word, dry=dry)) for word in each
-        ]
-        return int(not all(done))
+        return _run_step(name, Path(folder), others, dry="--dry" in words)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _run_step(name: str, folder: Path, words: Sequence[str], *, dry: bool) -> int:
+    """Run a part, or measure one row for each word (one in all without words); return the exit
+    code."""
+    if dry:
+        from moesaic_lab.device.interpreter import mend_the_interpreter
+
+        mend_the_interpreter()
+    folder.mkdir(parents=True, exist_ok=True)
+    module, _, function = (PARTS | ROWS)[name].partition(":")
+    run = getattr(import_module(f"moesaic_lab.device.{module}"), function)
+    if name in PARTS:
+        return int(run(folder, *words, dry=dry))
+
+    results = import_module("moesaic_lab.device.results").StepRows(folder, dry=dry)
+    if not words:
+        return int(not results.attempt(name, partial(run, dry=dry)))
+    is_done = [results.attempt(f"{name}.{word}", partial(run, word, dry=dry)) for word in words]
+    return int(not all(is_done))
 
 
 if __name__ == "__main__":

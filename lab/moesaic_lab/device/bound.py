@@ -23,6 +23,9 @@ class Bound:
     Args:
         case: the layer.
         counts: rows of each expert.
+
+    The tensors of rows (x, y, h: hidden rows) are indexed by expert; `ups` holds the up matrix, or
+    SwiGLU's gate and up matrices, of which `h` and `dh` have one entry each. `d` marks gradients.
     """
 
     def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
@@ -39,11 +42,12 @@ class Bound:
         experts = shape.experts
         dim = shape.dim
         hidden = shape.hidden
-        self.silu = num_ups > 1
+        self.has_silu = num_ups > 1
         self.x = rows_by_expert(dim)
         self.y = rows_by_expert(dim)
         self.dy = rows_by_expert(dim)
         self.dx = [rows_by_expert(dim) for _ in range(num_ups)]
+        # one tensor for all experts, on which the activation runs; h[0] and dh[0] are its views
         self.hidden, self.d_hidden = (scaled(rows, hidden) for _ in range(2))
         self.h = [
             self.hidden.split(list(counts)),
@@ -62,19 +66,22 @@ class Bound:
     @torch.no_grad()
     def __call__(self) -> None:
         """Run all products once."""
+        # forward
         for up, matrices in enumerate(self.ups):
             for e in self.experts:
                 torch.mm(self.x[e], matrices[e].t(), out=self.h[up][e])
-        if self.silu:
+        if self.has_silu:
             torch.ops.aten.silu_(self.hidden)
         else:
             torch.ops.aten.gelu_(self.hidden)
         for e in self.experts:
             torch.mm(self.h[0][e], self.down[e].t(), out=self.y[e])
+
+        # backward
         for e in self.experts:
             torch.mm(self.dy[e], self.down[e], out=self.dh[0][e])
             torch.mm(self.dy[e].t(), self.h[0][e], out=self.d_down[e])
-        if self.silu:
+        if self.has_silu:
             torch.ops.aten.silu_backward.grad_input(
                 self.d_hidden, self.hidden, grad_input=self.d_hidden
             )

@@ -80,7 +80,8 @@ class DeviceCase:
             logits -= ZIPF_EXPONENT * torch.arange(1, shape.experts + 1).log()
         else:
             first = shape.top_k * torch.arange(shape.tokens).unsqueeze(1)
-            chosen = (first + torch.arange(shape.top_k)) % shape.experts
+            chosen = (first + torch.arange(shape.top_k)) % shape.experts  # (tokens, top_k)
+            # small noise, so that the 2.0 added to the chosen experts' logits decides
             logits = (0.1 * logits).scatter_add(1, chosen, torch.full(chosen.shape, 2.0))
         x[:, : shape.experts] = logits
         dy = torch.randn(shape.tokens, shape.dim, generator=generator)
@@ -136,6 +137,6 @@ def peak_growth_bytes(call: Callable[[], object]) -> int:
     alive = peak = 0
     for event in sorted(memory, key=lambda event: event.start_ns()):
         if event.device_type() == torch._C._autograd.DeviceType.CPU:
-            alive += event.nbytes()
+            alive += event.nbytes()  # negative when memory is freed
             peak = max(peak, alive)
     return peak

@@ -132,9 +132,9 @@ def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
     variants: dict[str, set[str]] = {}
 
     def compile_nothing(self: JITFunction, key: str, *call: Any) -> None:
-        # after the signature and the device come the constants
-        named = {self.arg_names[path[0]]: value for path, value in call[2].items()}
-        name = self.repr(SimpleNamespace(constants=named)).rpartition(".")[2]
+        _, _, constants, *_ = call  # after the signature and the device
+        named = {self.arg_names[path[0]]: value for path, value in constants.items()}
+        _, _, name = self.repr(SimpleNamespace(constants=named)).rpartition(".")
         variants.setdefault(name, set()).add(key)
 
     run = JITFunction.run
@@ -166,9 +166,9 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
     source = cache / "kernel.ptx"
     source.write_text(ptx)
-    options = (
-        ["--regAllocOptLevel=2"] if "--regAllocOptLevel" in inspect.getsource(compiler) else []
-    )  # as Triton itself does
+    options = []
+    if "--regAllocOptLevel" in inspect.getsource(compiler):  # an option that Triton itself sets
+        options = ["--regAllocOptLevel=2"]
     target = compiler.sm_arch_from_capability(capability)
     command = [
         compiler.get_ptxas(capability).path,
@@ -207,11 +207,14 @@ def jobs(capability: int, *, dry: bool) -> list[Job]:
     from moesaic_lab.device.search import candidates
     from moesaic_lab.device.steps import FIRST, PRODUCTS, TUNED
 
+    if dry:
+        return [(TINY, WHOLE, None)]
+    # those that are measured first (False sorts before True)
     layers = sorted(LAYERS, key=lambda layer: layer.name not in FIRST)
-    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else layers)]
-    for layer in (
-        layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)
-    ):
+    entries: list[Job] = [(layer, WHOLE, None) for layer in layers]
+    for layer in LAYERS:
+        if not any(part in layer.name for part in TUNED):
+            continue
         copies = layer.tokens * layer.top_k
         sizes = expert_stage.shapes(
             copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
@@ -225,7 +228,13 @@ def jobs(capability: int, *, dry: bool) -> list[Job]:
 
 
 def compile_one(job: Job, capability: int, cache: str) -> list[dict[str, Any]]:
-    """Compile a job's kernels, and return one row per kernel."""
+    """Compile a job's kernels, and return one row per kernel.
+
+    Args:
+        job: what to compile.
+        capability: compute capability, a key of `DEVICES`.
+        cache: Triton's cache folder.
+    """
     from moesaic_lab.device.layers import Inputs, ours
     from moesaic_lab.device.tune import products
 
@@ -255,9 +264,9 @@ def compile_all(folder: Path, *, dry: bool) -> int:
     listed separately. Return the exit code: 1 if a kernel did not compile.
     """
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    capability = max(
-        (known for known in DEVICES if known <= 10 * major + minor), default=min(DEVICES)
-    )
+    # the newest known one that is not newer than the GPU, else the oldest
+    older = [known for known in DEVICES if known <= 10 * major + minor]
+    capability = max(older, default=min(DEVICES))
     failures = list[str]()
     rows = list[Any]()
     todo = jobs(capability, dry=dry)

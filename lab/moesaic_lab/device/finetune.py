@@ -63,17 +63,17 @@ def options_of(folder: str, **fields: Any) -> FinetuneOptions:
 def losses_of(device: str, folder: str) -> list[float]:
     """Fine-tune a small model on this rank and return the losses of the run."""
     world = _world(device)
-    given = options_of(
+    options = options_of(
         f"{folder}/of-{world}", dtype="float32", length=32, batch=4, steps=4, learning_rate=1e-2
     )
-    rows = torch.randint(4, 12, (8, 32), generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(4, 12, (8, 32), generator=torch.Generator().manual_seed(1))
     ranks = Ranks.of_world()
-    folder_of_run = FinetuneFolder(given, ranks, {})
-    folder_of_run.begin()
-    model = _model(given, SMALL, world, device, shared=False)
-    recipe.Run(given, model, folder_of_run, ranks, device).train(rows, None)
-    folder_of_run.release()
-    state = json.loads(Path(given.out, "checkpoint-4", "trainer_state.json").read_text())
+    run_folder = FinetuneFolder(options, ranks, {})
+    run_folder.begin()
+    model = _model(options, SMALL, world, device, shared=False)
+    recipe.Run(options, model, run_folder, ranks, device).train(token_ids, None)
+    run_folder.release()
+    state = json.loads(Path(options.out, "checkpoint-4", "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
@@ -81,14 +81,15 @@ def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dic
     """Return the GiB that the model needs on this rank, those at the peak of a step, and tokens per
     second of all ranks."""
     world = _world(device)
-    given = options_of(folder, length=length)
-    model = _model(given, sizes, world, device, shared=True)
+    options = options_of(folder, length=length)
+    model = _model(options, sizes, world, device, shared=True)
     is_gpu = device != "cpu"
-    held = torch.cuda.memory_allocated() / 2**30 if is_gpu else 0.0
+    model_gib = torch.cuda.memory_allocated() / 2**30 if is_gpu else 0.0
     model.activation_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
     ids = torch.randint(sizes["vocab_size"], (1, length), device=device)
-    loss_in_parts(model, ids[:, :64])
+    loss_in_parts(model, ids[:, :64])  # from here on the model computes its loss in parts
     seconds = []
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -100,8 +101,12 @@ def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dic
         if is_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if is_gpu else 0.0
-    return {"model_gib": held, "peak_gib": peak, "tokens_per_second": world * length / min(seconds)}
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if is_gpu else 0.0
+    return {
+        "model_gib": model_gib,
+        "peak_gib": peak_gib,
+        "tokens_per_second": world * length / min(seconds),
+    }
 
 
 def finetune_row(*, dry: bool) -> dict[str, Any]:
@@ -109,17 +114,17 @@ def finetune_row(*, dry: bool) -> dict[str, Any]:
     large model on both."""
     sizes, length, device = (SMALL, 32, "cpu") if dry else (LARGE, LENGTH, "cuda")
     with tempfile.TemporaryDirectory() as folder:
-        expected = losses_of(device, folder)
-        found = sharing_gpu(losses_of, folder, dry=dry)[0]
-        of_ranks = sharing_gpu(cost_of, folder, sizes, length, dry=dry)
-        one = cost_of(device, folder, sizes, length)
-    four = {name: max(each[name] for each in of_ranks) for name in one}
-    costs = {
-        f"{of}_{name}": value
-        for of, table in (("one", one), ("four", four))
-        for name, value in table.items()
-    }
-    return {"worst": max(abs(a - b) for a, b in zip(found, expected, strict=True)), **costs}
+        expected_losses = losses_of(device, folder)
+        losses = sharing_gpu(losses_of, folder, dry=dry)[0]
+        cost_by_rank = sharing_gpu(cost_of, folder, sizes, length, dry=dry)
+        cost_alone = cost_of(device, folder, sizes, length)
+    differences = [abs(a - b) for a, b in zip(losses, expected_losses, strict=True)]
+    row = {"worst": max(differences)}
+    for name, value in cost_alone.items():
+        row[f"one_{name}"] = value
+    for name in cost_alone:
+        row[f"four_{name}"] = max(cost[name] for cost in cost_by_rank)
+    return row
 
 
 def _world(device: str) -> int:
@@ -131,7 +136,7 @@ def _world(device: str) -> int:
 
 
 def _model(
-    given: FinetuneOptions, sizes: dict[str, Any], world: int, device: str, *, shared: bool
+    options: FinetuneOptions, sizes: dict[str, Any], world: int, device: str, *, shared: bool
 ) -> Any:
     """Return a model of random weights with adapters, on this rank; shared: all weights of one
     shape are one tensor."""
@@ -139,31 +144,39 @@ def _model(
     config = Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
     with torch.device("meta"):
         whole = Qwen3MoeForCausalLM(config)
-    dtype = getattr(torch, given.dtype)
-    made = dict[Any, Tensor]()
+    dtype = getattr(torch, options.dtype)
+    tensors = dict[Any, Tensor]()  # by shape if shared, else by name
     weights: dict[str, Tensor] = {}
-    for name, each in whole.state_dict().items():
-        parts = {name: each.shape}
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            half = torch.Size([each.shape[1] // 2, each.shape[2]])
-            parts = {
-                f"{stem}{e}.{m}_proj.weight": half for e in range(len(each)) for m in ("gate", "up")
-            }
-        elif name.endswith("experts.down_proj"):
-            parts = {
-                f"{name.removesuffix('down_proj')}{e}.down_proj.weight": each.shape[1:]
-                for e in range(len(each))
-            }
-        for part, shape in parts.items():
-            key = shape if shared else part
-            if key not in made:
-                made[key] = (
-                    torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(0.02)
-                ).to(dtype)
-            weights[part] = made[key]
-    arguments = recipe.loading(given, world, device)
-    return recipe.adapt(
-        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **arguments),
-        given,
+    for parameter_name, parameter in whole.state_dict().items():
+        for name, shape in _checkpoint_shapes(parameter_name, parameter).items():
+            key = shape if shared else name
+            if key not in tensors:
+                is_norm = len(shape) == 1
+                values = torch.ones(shape) if is_norm else torch.randn(shape).mul_(0.02)
+                tensors[key] = values.to(dtype)
+            weights[name] = tensors[key]
+    arguments = recipe.loading(options, world, device)
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, **arguments
     )
+    return recipe.adapt(model, options)
+
+
+def _checkpoint_shapes(name: str, parameter: Tensor) -> dict[str, torch.Size]:
+    """Return the shapes, by name, of the tensors that hold a parameter of the model in a
+    checkpoint, where every expert's matrices are tensors of their own."""
+    shapes = {}
+    if name.endswith("experts.gate_up_proj"):
+        stem = name.removesuffix("gate_up_proj")
+        num_experts, gate_and_up, width = parameter.shape
+        for expert in range(num_experts):
+            for matrix in ("gate", "up"):
+                shape = torch.Size([gate_and_up // 2, width])
+                shapes[f"{stem}{expert}.{matrix}_proj.weight"] = shape
+    elif name.endswith("experts.down_proj"):
+        stem = name.removesuffix("down_proj")
+        for expert in range(len(parameter)):
+            shapes[f"{stem}{expert}.down_proj.weight"] = parameter.shape[1:]
+    else:
+        shapes[name] = parameter.shape
+    return shapes

@@ -57,7 +57,9 @@ def _compute_in_bfloat16(interpreter: Any) -> None:
     def widened(operand: Any) -> Any:
         if operand.dtype.scalar != bfloat16:
             return operand
-        return handle((operand.data.astype(np.uint32) << 16).view(np.float32), float32)
+        # a bfloat16 is the upper half of the float32 of the same value
+        bits = operand.data.astype(np.uint32) << 16
+        return handle(bits.view(np.float32), float32)
 
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
         if (source.dtype.scalar, to.scalar) == (bfloat16, float32):
@@ -80,8 +82,9 @@ def _keep_masks(interpreter: Any) -> None:
     splat = builder.create_splat
 
     def create_splat(self: Any, to: Any, scalar: Any) -> Any:
-        is_mask = scalar.data.dtype == np.bool_
-        return splat(self, to, handle(scalar.data, language.int1) if is_mask else scalar)
+        if scalar.data.dtype == np.bool_:
+            scalar = handle(scalar.data, language.int1)
+        return splat(self, to, scalar)
 
     builder.create_splat = create_splat
 
@@ -93,14 +96,11 @@ def _patch_languages_where_needed(interpreter: Any) -> None:
     patch = interpreter._patch_lang
 
     def patched_once(function: Any) -> Any:
-        languages = (language, language.core)
-        used = [
-            each
-            for each in function.__globals__.values()
-            if any(each is module for module in languages)
-        ]
-        if any(language.core.is_builtin(module.load) for module in used):
-            return patch(function)
+        for value in function.__globals__.values():
+            is_language = value is language or value is language.core
+            # a patch replaces the builtin `load`
+            if is_language and language.core.is_builtin(value.load):
+                return patch(function)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patched_once

@@ -70,16 +70,20 @@ class Inputs:
         logits = torch.randn(layer.tokens, layer.num_experts, **factory)
         best = logits.topk(layer.top_k, dim=1)
         x = torch.randn(layer.tokens, layer.dim, **factory).to(dtype).requires_grad_()
+        w13 = leaf(layer.num_experts, 2, layer.hidden, layer.dim)
+        w2 = leaf(layer.num_experts, layer.dim, layer.hidden)
+        dy = torch.randn(layer.tokens, layer.dim, **factory).to(dtype)
+        biases: tuple[Tensor, ...] = ()
+        if layer.is_clamped:
+            biases = (leaf(layer.num_experts, 2, layer.hidden), leaf(layer.num_experts, layer.dim))
         return Inputs(
             x=x,
-            w13=leaf(layer.num_experts, 2, layer.hidden, layer.dim),
-            w2=leaf(layer.num_experts, layer.dim, layer.hidden),
+            w13=w13,
+            w2=w2,
             weight=best.values.softmax(1).detach().requires_grad_(),
             expert=best.indices.to(torch.int32),
-            dy=torch.randn(layer.tokens, layer.dim, **factory).to(dtype),
-            biases=(leaf(layer.num_experts, 2, layer.hidden), leaf(layer.num_experts, layer.dim))
-            if layer.is_clamped
-            else (),
+            dy=dy,
+            biases=biases,
         )
 
     @staticmethod
@@ -91,23 +95,22 @@ class Inputs:
         hidden = layer.hidden
         experts = layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
-        x, w13, w2, dy = (
-            torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True)
-            for sizes in (
-                (tokens, dim),
-                (experts, 2, hidden, dim),
-                (experts, dim, hidden),
-                (tokens, dim),
-            )
-        )
         weight = torch.zeros(tokens, layer.top_k, requires_grad=True)
-        biases = (
-            (w13.new_empty(experts, 2, hidden), w2.new_empty(experts, dim))
-            if layer.is_clamped
-            else ()
-        )
+
+        def leaf(*sizes: int) -> Tensor:
+            return torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True)
+
+        biases: tuple[Tensor, ...] = ()
+        if layer.is_clamped:
+            biases = (leaf(experts, 2, hidden).detach(), leaf(experts, dim).detach())
         return Inputs(
-            x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach(), biases=biases
+            x=leaf(tokens, dim),
+            w13=leaf(experts, 2, hidden, dim),
+            w2=leaf(experts, dim, hidden),
+            weight=weight,
+            expert=expert,
+            dy=leaf(tokens, dim).detach(),
+            biases=biases,
         )
 
 
@@ -207,12 +210,13 @@ def sonic(inputs: Inputs) -> Implementation:
     _check_plain(inputs, "SonicMoE")
     quack = import_module("quack.gemm_interface")
     for name in ("gemm", "gemm_gated", "gemm_dgated"):
-        # else it tunes for minutes
-        setattr(quack, name, partial(getattr(quack, name), tuned=False))
+        product = getattr(quack, name)
+        setattr(quack, name, partial(product, tuned=False))  # else it tunes for minutes
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
     num_experts = len(inputs.w13)
     top_k = inputs.expert.shape[1]
+    # (E, 2, I, D) -> (E, I, 2, D) -> (E, 2 I, D): a gate row, then its up row
     gate_up = inputs.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
     token = torch.arange(
         len(inputs.x), dtype=torch.int32, device=inputs.x.device
@@ -243,10 +247,12 @@ def layer_of(inputs: Inputs) -> Implementation:
         num_experts,
         top_k,
         experts=experts,
-        device=inputs.x.device,  # the host draws for minutes
+        device=inputs.x.device,  # the host would take minutes to draw the weights
         dtype=inputs.x.dtype,
     )
-    values = {"w13": inputs.w13, "w2": inputs.w2, **dict(zip(("b13", "b2"), inputs.biases))}
+    values = {"w13": inputs.w13, "w2": inputs.w2}
+    if inputs.biases:
+        values["b13"], values["b2"] = inputs.biases
     with torch.no_grad():
         for name, value in values.items():
             layer.experts.get_parameter(name).copy_(value)
@@ -263,48 +269,66 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
         grads: gradients of `inputs.leaves` for the output gradient `inputs.dy`; None for a gradient
             that is not compared.
     """
-    found = dict(zip(("y", *LEAVES), (y, *grads)))
-    squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in found}
+    results = {"y": y} | {
+        name: gradient for name, gradient in zip(LEAVES, grads) if gradient is not None
+    }
+    error_squares = {name: _float64_zero(y) for name in results}
+    exact_squares = {name: _float64_zero(y) for name in results}
+
+    def compare(name: str, exact: Tensor, result: Tensor) -> None:
+        """Add the squares of the error and of the exact values of a result, or of one expert's
+        part."""
+        error_squares[name] += (result.float() - exact).double().square().sum()
+        exact_squares[name] += exact.double().square().sum()
+
     parameters = {"w13": inputs.w13, "w2": inputs.w2}
-    parameters |= dict(zip(LEAVES[4:], inputs.biases))
+    if inputs.biases:
+        parameters["up_bias"], parameters["down_bias"] = inputs.biases
     exact_y = torch.zeros_like(y, dtype=torch.float32)
     exact_dx = torch.zeros_like(y, dtype=torch.float32)
-
-    def compare(name: str, right: Tensor, actual: Tensor | None) -> None:
-        """Add the squares of the error and of the right values."""
-        difference = right if actual is None else actual.float() - right
-        squares[name] += torch.stack(
-            [difference.double().square().sum(), right.double().square().sum()]
-        )
-
     for e in range(len(inputs.w13)):
-        token, slot = (inputs.expert == e).nonzero(as_tuple=True)
-        of_expert = [inputs.x[token], inputs.weight[token, slot]]
-        of_expert += [parameter[e] for parameter in parameters.values()]
-        leaves = [leaf.detach().float().requires_grad_() for leaf in of_expert]
+        # the copies that go to this expert: their tokens, and which choice of the token each is
+        token, choice = (inputs.expert == e).nonzero(as_tuple=True)
+        operands = [inputs.x[token], inputs.weight[token, choice]]
+        operands += [parameter[e] for parameter in parameters.values()]
+        leaves = [operand.detach().float().requires_grad_() for operand in operands]
         with torch.enable_grad():
             rows = _rows_of(inputs.clamp, *leaves)
         d_x, d_weight, *d_parameters = torch.autograd.grad(rows, leaves, inputs.dy[token].float())
         exact_y.index_add_(0, token, rows.detach())
         exact_dx.index_add_(0, token, d_x)
-        for name, right in zip(parameters, d_parameters):
-            gradient = found[name]
-            compare(name, right, None if gradient is None else gradient[e])
-        of_weight = found["weight"]
-        compare("weight", d_weight, None if of_weight is None else of_weight[token, slot])
+        if "weight" in results:
+            compare("weight", d_weight, results["weight"][token, choice])
+        for name, gradient in zip(parameters, d_parameters):
+            if name in results:
+                compare(name, gradient, results[name][e])
     compare("y", exact_y, y)
-    compare("x", exact_dx, found["x"])
+    if "x" in results:
+        compare("x", exact_dx, results["x"])
     return {
-        name: float((squares[name][0] / squares[name][1].clamp_min(1e-30)).sqrt())
-        for name, actual in found.items()
-        if actual is not None
+        name: float((error_squares[name] / exact_squares[name].clamp_min(1e-30)).sqrt())
+        for name in results
     }
+
+
+def _float64_zero(like: Tensor) -> Tensor:
+    """Return a scalar zero on the device of a tensor."""
+    return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _rows_of(
     clamp: Clamp | None, x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, *biases: Tensor
 ) -> Tensor:
-    """Return the weighted results of one expert, (rows, D)."""
+    """Return the weighted results of one expert, (rows, D).
+
+    Args:
+        clamp: the constants of clamped SwiGLU; None for SwiGLU.
+        x: (rows, D), the expert's tokens.
+        weight: (rows,) routing weights.
+        w13: (2, I, D), the gate matrix and the up matrix.
+        w2: (D, I).
+        biases: (2, I) and (D,); empty for none.
+    """
     up_bias, down_bias = biases or (torch.zeros(2, 1), 0.0)
     gate, up = (x @ matrix.T + bias.to(x) for matrix, bias in zip(w13, up_bias))
     if clamp is None:

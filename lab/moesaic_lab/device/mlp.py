@@ -105,12 +105,15 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return a gradient for each argument of `forward`; None for the order and the form."""
         pre, copy, row, ends, x, weight, *parameters = ctx.saved_tensors
         order = _Order(copy=copy, row=row, ends=ends)
         work = _work(x, weight, order, ctx.form, parameters)
         grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.form.tiles)
         assert grads.gates is not None
-        d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
+        # from the order of rows to that of copies; a copy that is not sent (row < 0) gets 0
+        any_row = row.clamp(0, max(len(row) - 1, 0))
+        d_weight = grads.gates.index_select(0, any_row)
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
         d_biases = (grads.up_bias, grads.down_bias) if work.up_bias is not None else ()
         return grads.x, d_weight, None, None, grads.up, grads.down, *d_biases

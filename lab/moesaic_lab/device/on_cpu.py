@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -55,7 +55,8 @@ COLUMNS = (
     "layer_over",
     "growth_bytes",
 )
-Row = Mapping[str, Any]
+Row = dict[str, Any]
+"""The figures of one method in one case, or why a peer has none."""
 WARM_UP = 8
 """Untimed rounds, in which libraries compile code for the first shapes."""
 SLOW = 4.0
@@ -85,7 +86,8 @@ class DeviceCell:
         """Return the paired ratio of a method's time over that of another method, or over the sum
         of several."""
         pairs = min(len(self.seconds[name]) for name in (method, *over))
-        below = [sum(seconds) for seconds in zip(*(self.seconds[name][:pairs] for name in over))]
+        # repeat by repeat, the sum over the methods in the denominator
+        below = [sum(self.seconds[name][repeat] for name in over) for repeat in range(pairs)]
         return paired(self.seconds[method][:pairs], below)
 
     @property
@@ -93,7 +95,7 @@ class DeviceCell:
         """Names of the layers of others that ran."""
         return [name for name in self.seconds if name not in (LB, ROUTER, LAYER)]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return a row per method, and one per peer that did not run."""
         shape = self.case.shape
         mean = sum(self.counts) / len(self.counts)
@@ -104,13 +106,13 @@ class DeviceCell:
             "routing": self.case.routed,
             "max_over_mean": max(self.counts) / mean,
         }
-        return [head | self._row(method) for method in self.seconds] + [
-            head | {"method": name, "reason": why} for name, why in self.absent.items()
-        ]
+        measured = [head | self._row(method) for method in self.seconds]
+        missing = [head | {"method": name, "reason": why} for name, why in self.absent.items()]
+        return measured + missing
 
-    def _row(self, method: str) -> dict[str, Any]:
+    def _row(self, method: str) -> Row:
         """Return the row of a method."""
-        row: dict[str, Any] = {
+        row: Row = {
             "method": method,
             **Timing.of(self.seconds[method]).row(),
             **spread("over_lb", self.ratio(method, LB)),
@@ -133,27 +135,30 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     """
     layer = case.layer()
     inputs = [case.inputs(seed) for seed in range(2 + WARM_UP + repeats)]
+    first_x, _ = inputs[0]
     layer.step_counts.zero_()
-    layer(inputs[0][0])
+    layer(first_x)
     counts = tuple(layer.step_counts.tolist())
-    modules: dict[str, nn.Module] = {LAYER: layer}
-    peer_modules, absent = (
-        _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
-    )
-    modules |= peer_modules
+    peer_modules: dict[str, nn.Module] = {}
+    absent: dict[str, str] = {}
+    if with_peers and case.activation == "swiglu":
+        peer_modules, absent = _peers(layer, case)
+
+    modules: dict[str, nn.Module] = {LAYER: layer, **peer_modules}
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
     growth = {}
     call_seconds = {}
     for name, module in modules.items():
         methods[name] = partial(_next_step, module, itertools.cycle(inputs))
-        methods[name]()
+        methods[name]()  # fills caches
         for tensor in module.parameters():  # so that the call's growth includes new gradients
             tensor.grad = None
         start = time.monotonic()
         growth[name] = peak_growth_bytes(methods[name])
         call_seconds[name] = time.monotonic() - start
     slow = [name for name in peer_modules if call_seconds[name] > SLOW * call_seconds[LAYER]]
-    seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
+    other_peers = [name for name in peer_modules if name not in slow]
+    seconds = _timed(methods, repeats, slow, other_peers)
     return DeviceCell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
 
 
@@ -169,22 +174,30 @@ def _timed(
     methods: dict[str, Callable[[], object]], repeats: int, slow: list[str], peers: list[str]
 ) -> dict[str, tuple[float, ...]]:
     """Return the seconds of each repeat by method; peers far from the fastest one are dropped after
-    a few repeats."""
+    a few repeats.
+
+    Args:
+        methods: the timed functions by name.
+        repeats: number of repeats of methods that are not dropped.
+        slow: names of peers that are run twice, after the others.
+        peers: names of the other peers.
+    """
 
     def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
-        return over_ranks(
-            [in_turn({n: methods[n] for n in names}, rounds, barrier=lambda: None, warmup=warmup)]
-        )
+        chosen_methods = {name: methods[name] for name in names}
+        spans = in_turn(chosen_methods, rounds, barrier=lambda: None, warmup=warmup)
+        return over_ranks([spans])
 
     names = [name for name in methods if name not in slow]
     gc.collect()
-    seconds = run(names, min(FEW, repeats), WARM_UP)
-    best = min((median(seconds[name]) for name in peers), default=0.0)
-    names = [
-        name for name in names if name not in peers or median(seconds[name]) <= NEAR_BEST * best
-    ]
-    further = run(names, max(repeats - FEW, 0), 0)
-    return {name: (*seconds[name], *further.get(name, ())) for name in seconds} | run(slow, 2, 0)
+    first = run(names, min(FEW, repeats), WARM_UP)
+
+    best = min((median(first[name]) for name in peers), default=0.0)
+    dropped = [name for name in peers if median(first[name]) > NEAR_BEST * best]
+    kept = [name for name in names if name not in dropped]
+    further = run(kept, max(repeats - FEW, 0), 0)
+    seconds = {name: first[name] + further.get(name, ()) for name in names}
+    return seconds | run(slow, 2, 0)
 
 
 def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -224,7 +237,9 @@ def chosen(only: str | None) -> list[DeviceCase]:
         InputError: no case has.
     """
     alternatives = [set(words.split()) for words in (only or "").split(",")]
-    found = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
+    found = [
+        case for case in all_cases() if any(words.issubset(_words(case)) for words in alternatives)
+    ]
     if not found:
         raise InputError(
             f"--only {only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
@@ -241,7 +256,7 @@ def measure_all(
     keep_freed: bool,
     keep: str | None,
     told: Told,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses
     one case."""
     setting = {"threads": threads, "kept_memory": keep_freed and keep_freed_memory()}
@@ -252,14 +267,15 @@ def measure_all(
             told(f"{case.name}: left out, this CPU has no instructions for bfloat16")
             # without them the bound's and the others' products take up to 100 times as long
             continue
-        name = "-".join(map(str, (case.name.replace(" ", "-"), repeats, *setting.values())))
+        words = (case.name.replace(" ", "-"), repeats, *setting.values())
+        name = "-".join(str(word) for word in words)  # of the file in `keep`
         runs[name] = partial(_measured_rows, case, repeats, peers, setting)
     return [row for _, rows in each_kept(keep, runs, told) for row in rows]
 
 
 def _measured_rows(
     case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure a case and return its rows with the setting."""
     return [row | setting for row in measure(case, repeats, peers).rows()]
 
@@ -272,23 +288,32 @@ def _words(case: DeviceCase) -> set[str]:
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """Return the claims of the measured shapes. Claims measured with the system's default allocator
     have it in their name."""
+    groups: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["shape"], row["kept_memory"]), []).append(row)
+
     all_claims: list[Claim] = []
-    for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
-        of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
+    for (shape, is_kept), shape_rows in groups.items():
         head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
-        ours = [row for row in of_shape if row["method"] == LAYER]
-        for dtype in dict.fromkeys(row["dtype"] for row in ours):
-            for routed, target in TARGETS.items():
-                ratios = [
-                    row["over_lb"]
-                    for row in ours
-                    if (row["dtype"], row["routing"]) == (dtype, routed)
-                ]
-                if ratios:
-                    name = f"{head}.{dtype}.{routed}_over_lb"
-                    all_claims.append(Claim(name=name, value=max(ratios), target=target))
-        all_claims.append(_over_peers(head, of_shape))
-        all_claims.append(_memory(head, of_shape))
+        all_claims += _over_bound(head, shape_rows)
+        all_claims.append(_over_peers(head, shape_rows))
+        all_claims.append(_memory(head, shape_rows))
+    return all_claims
+
+
+def _over_bound(head: str, rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims on the time of our layer over LB: for each dtype and routing, the worst
+    activation."""
+    ours = [row for row in rows if row["method"] == LAYER]
+    all_claims = []
+    for dtype in dict.fromkeys(row["dtype"] for row in ours):
+        for routed, target in TARGETS.items():
+            ratios = [
+                row["over_lb"] for row in ours if row["dtype"] == dtype and row["routing"] == routed
+            ]
+            if ratios:
+                name = f"{head}.{dtype}.{routed}_over_lb"
+                all_claims.append(Claim(name=name, value=max(ratios), target=target))
     return all_claims
 
 
@@ -296,7 +321,9 @@ def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
     """Return the claim on the time of our whole layer over that of the fastest peer, the worst of
     all cases with a peer."""
     name = f"{head}.over_best_peer"
-    best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peer_rows(rows)]
+    best = []  # the fastest peer's row of each case
+    for peer_rows in _peer_rows(rows):
+        best.append(min(peer_rows, key=lambda row: float(row["median_seconds"])))
     value = max((float(row["layer_over"]) for row in best), default=None)
     reason = "" if best else _why_absent(rows)
     return Claim(name=name, value=value, target=PEER_TARGET, reason=reason)
@@ -307,18 +334,22 @@ def _memory(head: str, rows: Sequence[Row]) -> Claim:
     of all cases."""
     name = f"{head}.memory_over_best_peer"
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
-    ratios = [
-        ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers)
-        for peers in _peer_rows(rows)
-    ]
+    ratios = []
+    for peer_rows in _peer_rows(rows):
+        case = _case(peer_rows[0])
+        smallest = min(row["growth_bytes"] for row in peer_rows)
+        ratios.append(ours[case] / smallest)
     reason = "" if ratios else _why_absent(rows)
     return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
 
 
 def _peer_rows(rows: Sequence[Row]) -> list[list[Row]]:
     """Return one list per case of the rows of the peers that ran."""
-    ran = [row for row in rows if "layer_over" in row]
-    return [[row for row in ran if _case(row) == case] for case in dict.fromkeys(map(_case, ran))]
+    by_case: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if "layer_over" in row:  # a peer's row
+            by_case.setdefault(_case(row), []).append(row)
+    return list(by_case.values())
 
 
 def _case(row: Row) -> tuple[Any, ...]:

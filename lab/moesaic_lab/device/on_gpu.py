@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from moesaic_lab.device.layers import (
     relative,
     sonic,
 )
-from moesaic_lab.device.results import StepRows, reason, say
+from moesaic_lab.device.results import Row, StepRows, reason, say
 from moesaic_lab.device.shapes import LAYERS, GpuLayer
 from moesaic_lab.device.timing import dense_tflops, in_turn, memory_of
 
@@ -105,18 +104,26 @@ def tune(folder: Path, name: str, product: str, seconds: str, *, dry: bool) -> i
 def chosen(names: Sequence[str], dry: bool) -> list[GpuLayer]:
     """Return the layers whose names have one of the parts; all without any. In a dry run the tiny
     one alone."""
-    return (
-        [TINY]
-        if dry
-        else [each for each in LAYERS if not names or any(part in each.name for part in names)]
-    )
+    if dry:
+        return [TINY]
+    if not names:
+        return list(LAYERS)
+    return [layer for layer in LAYERS if any(part in layer.name for part in names)]
 
 
 Makers = Mapping[str, Callable[[Inputs], Implementation]]
 
 
-def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> dict[str, Any]:
-    """Check and measure one layer; return its row, or that of SonicMoE."""
+def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> Row:
+    """Check and measure one layer; return its row, or only SonicMoE's part of it if that is among
+    the others.
+
+    Args:
+        layer: the layer.
+        folder: folder of tiles.json.
+        results: the rows so far, which know the device.
+        others: what makes the other implementations, by name.
+    """
     from moesaic.kernels.triton.expert_stage import shapes
     from moesaic.kernels.triton.rows.launch import device_of
     from moesaic_lab.device.search import load
@@ -136,24 +143,28 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
         row = _compared(layer, inputs, own, others)
         if f"{SONIC}_absent" in row:
             raise RuntimeError(row[f"{SONIC}_absent"])
-        sonics: dict[str, Any] = row[SONIC]
-        return sonics
+        sonic_figures: Row = row[SONIC]
+        return sonic_figures
+
     y = own.forward()
-    found = errors(inputs, y.detach(), torch.autograd.grad(y, inputs.leaves, inputs.dy))
-    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+    grads = torch.autograd.grad(y, inputs.leaves, inputs.dy)
+    error_by_name = errors(inputs, y.detach(), grads)
+    # "not <" also finds NaN
+    wrong = {name: error for name, error in error_by_name.items() if not error < TOLERANCE}
     assert not wrong, f"wrong results: {wrong}"
-    del y
-    row = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts, "errors": found}
-    return row | _compared(layer, inputs, own, others) | {"steps": breakdown(layer, inputs, tuned)}
+    del y, grads  # before memory is measured
+    rows_per_expert = layer.tokens * layer.top_k // layer.num_experts
+    row = {"rows_per_expert": rows_per_expert, "errors": error_by_name}
+    row |= _compared(layer, inputs, own, others)
+    return row | {"steps": breakdown(layer, inputs, tuned)}
 
 
-def _compared(
-    layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers
-) -> dict[str, Any]:
+def _compared(layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers) -> Row:
     """Return times and memory of our kernels and of others that compute the same, or why another
     could not be run."""
     implementations = {"ours": own}
-    row = dict[str, Any]()
+    row = Row()
+
     exact = own.forward().detach()
     for name, make in others.items():
         try:
@@ -165,13 +176,12 @@ def _compared(
         except Exception as error:  # an optional peer: absent, too old or out of memory
             row[f"{name}_absent"] = reason(error)
     del exact
+
     seconds = _timed(implementations, inputs.dy)
+    flops_by_pass = {"forward": layer.forward_flops, "backward": 2 * layer.forward_flops}
     for name, implementation in implementations.items():
         row[name] = {"over_ours": _ratio(seconds, name)}
-        for direction, flops in (
-            ("forward", layer.forward_flops),
-            ("backward", 2 * layer.forward_flops),
-        ):
+        for direction, flops in flops_by_pass.items():
             low, median, high = statistics.quantiles(seconds[f"{name} {direction}"], n=4)
             row[name] |= {
                 f"{direction}_ms": median * 1e3,
@@ -204,7 +214,11 @@ def _timed(
 def _ratio(seconds: Mapping[str, list[float]], name: str) -> float:
     """Return the median over the repeats of an implementation's forward plus backward time divided
     by ours."""
-    pairs = zip(
-        *(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward"))
-    )
-    return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
+
+    def both_passes(implementation: str) -> list[float]:
+        forward = seconds[f"{implementation} forward"]
+        backward = seconds[f"{implementation} backward"]
+        return [there + back for there, back in zip(forward, backward)]
+
+    pairs = zip(both_passes(name), both_passes("ours"))
+    return statistics.median(theirs / own for theirs, own in pairs)

@@ -28,6 +28,8 @@ from moesaic_lab.device.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 
+Row = dict[str, Any]
+"""The figures of one operation and dtype."""
 OURS = "ours"
 PLAIN = "plain"
 COLUMNS = (
@@ -74,7 +76,7 @@ def measure(
     shape: DeviceShape = SHAPES[0],
     dtypes: Sequence[str] = tuple(DTYPES),
     threads: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure all operations and return a row per operation and dtype.
 
     Args:
@@ -86,7 +88,7 @@ def measure(
     if threads is not None:
         torch.set_num_threads(threads)
     rows = []
-    junk = torch.zeros(CACHE_BYTES // 4)
+    junk = torch.zeros(CACHE_BYTES // 4)  # float32; each change of it evicts the caches
     for dtype in dtypes:
         roof = Roof.measured(DTYPES[dtype])
         for op in ops(shape, DTYPES[dtype]):
@@ -99,8 +101,15 @@ def measure(
 
 def _row(
     op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]
-) -> dict[str, Any]:
-    """Return the row of an operation."""
+) -> Row:
+    """Return the row of an operation.
+
+    Args:
+        op: the operation.
+        roof: the device's rates.
+        seconds: seconds of each call, by method (`OURS`, `PLAIN`).
+        growth: peak growth of memory in bytes, by method.
+    """
     timing = Timing.of(seconds[OURS])
     bound = roof.bound(op)
     return {
@@ -119,7 +128,7 @@ def _row(
     }
 
 
-def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+def claims(rows: Sequence[Row]) -> list[Claim]:
     """Return claims per operation and dtype: its share of the bound; for encode and decode, time
     and memory over the einsum."""
     all_claims = []
@@ -137,21 +146,26 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     return all_claims
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+def panels(rows: Sequence[Row]) -> list[Panel]:
     """Return a panel per dtype: the time of each operation over that of the plain code."""
+    rows_by_dtype: dict[str, list[Row]] = {}
+    for row in rows:
+        if "op" in row:  # else a row of another part
+            rows_by_dtype.setdefault(row["dtype"], []).append(row)
+
     all_panels = []
-    rows = [row for row in rows if "op" in row]
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        of_dtype = [row for row in rows if row["dtype"] == dtype]
-        keys = {"y": "over_plain", "low": "over_plain_low", "high": "over_plain_high"}
-        values = {end: tuple(row[key] for row in of_dtype) for end, key in keys.items()}
-        over = PlottedSeries(
-            name="ours over plain", x=tuple(map(float, range(len(of_dtype)))), **values
+    for dtype, dtype_rows in rows_by_dtype.items():
+        ratios = PlottedSeries(
+            name="ours over plain",
+            x=tuple(float(index) for index in range(len(dtype_rows))),
+            y=tuple(row["over_plain"] for row in dtype_rows),
+            low=tuple(row["over_plain_low"] for row in dtype_rows),
+            high=tuple(row["over_plain_high"] for row in dtype_rows),
         )
-        names = tuple(row["op"] for row in of_dtype)
+        names = tuple(row["op"] for row in dtype_rows)
         title = f"time over the plain way, {dtype}"
         all_panels.append(
-            Panel(title=title, x_title="", y_title="ratio", series=(over,), categories=names)
+            Panel(title=title, x_title="", y_title="ratio", series=(ratios,), categories=names)
         )
     return all_panels
 

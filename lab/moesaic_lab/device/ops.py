@@ -45,12 +45,12 @@ class KernelOp:
     def error(self) -> float:
         """Return the norm of our difference from the plain code in float64, relative to the norm of
         its result."""
-        exact = self.plain(
-            *(tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs)
-        ).double()
-        return float(
-            (self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300)
-        )
+        exact_inputs = [
+            tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs
+        ]
+        exact = self.plain(*exact_inputs).double()
+        difference = self.run(*self.inputs).double() - exact
+        return float(difference.norm() / exact.norm().clamp_min(1e-300))
 
 
 def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
@@ -63,6 +63,7 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     tokens = shape.tokens
     experts = shape.experts
     top_k = shape.top_k
+    # the first top_k of a random order of the experts, (tokens, top_k)
     chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k]
     token = torch.arange(tokens).repeat_interleave(top_k)
     expert = chosen.reshape(-1)
@@ -86,9 +87,10 @@ def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int
         run=lambda token, expert: (
             sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token
         ),
+        # the sorted order's inverse: the row of each copy
         plain=lambda token, expert: expert.argsort(stable=True).argsort(),
         flops=0.0,
-        num_bytes=5.0 * 8 * len(token),
+        num_bytes=5.0 * 8 * len(token),  # five arrays of int64
     )
 
 
@@ -212,22 +214,24 @@ def _experts(
         activation="silu",
     )
     rows = len(order.token)
+    matrices_bytes = 3 * down.nbytes  # gate, up and down have equal sizes
     return KernelOp(
         name="experts, both passes",
         inputs=(x, gates, up, down, dy),
         run=lambda *inputs: _backward(work, inputs, expert_ffn),
         plain=lambda *inputs: _backward(work, inputs, _one_by_one),
-        flops=3.0 * 3 * 2 * rows * dim * hidden,
+        flops=3.0 * 3 * 2 * rows * dim * hidden,  # a forward and two backward products per matrix
+        # x, y and gradients; matrices and gradients; pre-activations written and read
         num_bytes=float(
-            4 * x.nbytes + 2 * 3 * down.nbytes + 2 * 2 * rows * hidden * x.element_size()
+            4 * x.nbytes + 2 * matrices_bytes + 2 * 2 * rows * hidden * x.element_size()
         ),
     )
 
 
 def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
-    """Return the gradient of the tokens."""
-    x, gates, *weights, dy = (tensor.detach().requires_grad_() for tensor in inputs)
-    run(replace(work, x=x, gates=gates, up=weights[0], down=weights[1])).backward(dy.detach())
+    """Return the gradient of the tokens, for the inputs (x, gates, up, down, dy)."""
+    x, gates, up, down, dy = (tensor.detach().requires_grad_() for tensor in inputs)
+    run(replace(work, x=x, gates=gates, up=up, down=down)).backward(dy.detach())
     assert x.grad is not None
     return x.grad
 
@@ -251,9 +255,9 @@ def _one_by_one(work: ExpertWork) -> Tensor:
 def mask_of(form: Encoding, gates: Tensor) -> Tensor:
     """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al.
     2020, section 2.2)."""
-    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(
-        1, form.place, gates
-    )
+    num_places = form.num_experts * form.capacity
+    # one more column takes the weights of dropped copies
+    flat = gates.new_zeros(len(gates), num_places + 1).scatter(1, form.place, gates)
     return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
 
 

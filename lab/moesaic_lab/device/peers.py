@@ -32,11 +32,9 @@ def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
     makers: dict[str, Callable[[MoE], nn.Module] | str] = {}
     for implementation in HF_IMPLEMENTATIONS:
         name = f"transformers {implementation}"
-        makers[name] = (
-            _hf_maker(implementation)
-            if find_spec("transformers")
-            else "transformers is not installed"
-        )
+        makers[name] = "transformers is not installed"
+        if find_spec("transformers"):
+            makers[name] = _hf_maker(implementation)
     makers["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
     return makers
 

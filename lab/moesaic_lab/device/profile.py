@@ -38,17 +38,29 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
-    """Measure one device and return its description as a cluster."""
-    rates = {name: dense_tflops(sizes.dense, dtype, device) for name, dtype in DTYPES.items()}
-    rates["tf32"] = _tf32(sizes.dense, device)
-    experts = {}
-    for rows in sizes.rows:
-        step, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
-        experts[rows] = operations / seconds_of(step) / 1e12
-    copied = torch.zeros(sizes.copied, sizes.experts[0], dtype=torch.bfloat16, device=device)
-    order = torch.randperm(sizes.copied, device=device)
-    moved = 2 * copied.nbytes / seconds_of(lambda: copied.index_select(0, order))
+    """Measure one device and return its description as a cluster.
+
+    Args:
+        sizes: sizes of the measured operations.
+        device: torch's name of the device, "cpu" or "cuda".
+        name: the device's name in the description.
+        memory_gib: the device's memory in GiB.
+    """
     dim, hidden, num_experts = sizes.experts
+    dense_rates = {
+        dtype_name: dense_tflops(sizes.dense, dtype, device) for dtype_name, dtype in DTYPES.items()
+    }
+    dense_rates["tf32"] = _tf32(sizes.dense, device)
+
+    expert_rates = {}  # TFLOP/s by rows per expert
+    for rows in sizes.rows:
+        step, flops = expert_step(rows, torch.bfloat16, sizes.experts, device)
+        expert_rates[rows] = flops / seconds_of(step) / 1e12
+
+    copied = torch.zeros(sizes.copied, dim, dtype=torch.bfloat16, device=device)
+    order = torch.randperm(sizes.copied, device=device)
+    copy_seconds = seconds_of(lambda: copied.index_select(0, order))
+    bytes_per_second = 2 * copied.nbytes / copy_seconds  # each row is read and written
     return ClusterSpec(
         nodes=1,
         devices_per_node=1,
@@ -65,11 +77,13 @@ def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -
             ),
         ),
         device=Device(
-            tflops=Tflops(**rates),
+            tflops=Tflops(**dense_rates),
             memory_gib=memory_gib,
-            memory_gigabytes_per_second=moved / 1e9,
-            gemm_rows=tuple(map(float, experts)),
-            gemm_share=tuple(min(rate / rates["bf16"], 1.0) for rate in experts.values()),
+            memory_gigabytes_per_second=bytes_per_second / 1e9,
+            gemm_rows=tuple(map(float, expert_rates)),
+            gemm_share=tuple(
+                min(rate / dense_rates["bf16"], 1.0) for rate in expert_rates.values()
+            ),
         ),
     )
 

@@ -35,7 +35,7 @@ from moesaic.program.order import ORDERS
 from moesaic.program.plan import Plan
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.claims import ROOT
-from moesaic_lab.device.results import reason
+from moesaic_lab.device.results import Row, reason
 
 WORLD = 4
 NCCL = {
@@ -122,7 +122,7 @@ def _as_host(function: Callable[..., Any], device: str, *arguments: object) -> A
     return function(device, *arguments)
 
 
-def compare_plans(device: str) -> list[dict[str, Any]]:
+def compare_plans(device: str) -> list[Row]:
     """Run a layer under every plan on this rank; return a row per plan with its error against the
     layer without a mesh."""
     rows = []
@@ -144,12 +144,15 @@ def compare_plans(device: str) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             whole = MoE(*SIZES, losses=(), device=device)
             layer = copy.deepcopy(whole)
+            # ranks of one tensor-parallel group have the same tokens
             torch.manual_seed(1 + grid.coordinate(mesh.rank, "dp"))
             x = torch.randn(TOKENS, SIZES[0]).to(device)
             layer.parallelize(mesh, plan)
-            pairs = zip(_step(layer, x), _step(whole, x))
-            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-            rows.append({"plan": name, "error": error, "is_lossless": plan.is_lossless})
+            errors = [
+                float((result - exact).abs().max() / exact.abs().max())
+                for result, exact in zip(_step(layer, x), _step(whole, x))
+            ]
+            rows.append({"plan": name, "error": max(errors), "is_lossless": plan.is_lossless})
         except Exception as error:  # a plan that fails must not cost the others
             rows.append({"plan": name, "reason": reason(error), "is_lossless": plan.is_lossless})
     return rows
@@ -159,20 +162,28 @@ def _step(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the input's gradient."""
     x = x.detach().requires_grad_()
     y = layer(x)
-    (y * torch.linspace(0.0, 1.0, y.numel(), device=y.device).view_as(y)).sum().backward()
+    dy = torch.linspace(0.0, 1.0, y.numel(), device=y.device).view_as(y)
+    (y * dy).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
 
 
-def worst_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def worst_of(by_rank: list[list[Row]]) -> Row:
     """Return the plans with the largest error of each on any rank, and the largest of all lossless
-    plans; 1 if one failed."""
-    rows = [max(same, key=lambda row: row.get("error", float("inf"))) for same in zip(*by_rank)]
+    plans; a plan that failed on a rank counts as an error of 1.
+
+    Args:
+        by_rank: the rows of `compare_plans` of each rank, in the same order of plans.
+    """
+    rows = []
+    for plan_rows in zip(*by_rank):
+        failed = [row for row in plan_rows if "reason" in row]
+        rows.append(failed[0] if failed else max(plan_rows, key=lambda row: row["error"]))
     errors = [row.get("error", 1.0) for row in rows if row["is_lossless"] or "reason" in row]
     return {"plans": rows, "worst": max(errors)}
 
 
-def plans_row(*, dry: bool) -> dict[str, Any]:
+def plans_row(*, dry: bool) -> Row:
     """Return the row of all plans."""
     return worst_of(sharing_gpu(compare_plans, dry=dry))
 
@@ -207,13 +218,13 @@ def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict
     return losses
 
 
-def training_row(*, dry: bool) -> dict[str, Any]:
+def training_row(*, dry: bool) -> Row:
     """Return the losses of one process, of each mesh, and of a run that ends on another mesh than
     it began on."""
     with tempfile.TemporaryDirectory() as folder:
         alone = {"one process": {}, "one process, halves": HALVES}
         device = "cpu" if dry else "cuda"
-        one = losses_of(device, alone, folder)
+        alone_losses = losses_of(device, alone, folder)
         runs = dict(RUNS)
         runs["begun"] = {"mesh": {"ep": 4}, "steps": 2}
         runs["resumed on another mesh"] = {
@@ -221,24 +232,18 @@ def training_row(*, dry: bool) -> dict[str, Any]:
             "out": "begun",
             "existing": "resume",
         }
-        losses = one | sharing_gpu(losses_of, runs, folder, dry=dry)[0]
-    del losses["begun"]
-    # a step's load-balance loss is of its micro-batches
-    in_halves = {name for name, run in RUNS.items() if run.items() >= HALVES.items()}
-    worst = max(
-        abs(a - b)
-        for name in losses
-        for a, b in zip(
-            losses[name],
-            losses["one process, halves" if name in in_halves else "one process"],
-            strict=True,
-        )
-        if name not in one
-    )
-    return {"losses": losses, "worst": worst}
+        rank_losses = sharing_gpu(losses_of, runs, folder, dry=dry)[0]
+    del rank_losses["begun"]
+    differences = []
+    for name, run_losses in rank_losses.items():
+        # a step's load-balance loss is of its micro-batches
+        in_halves = "accumulation" in RUNS.get(name, {})
+        expected = alone_losses["one process, halves" if in_halves else "one process"]
+        differences += [abs(a - b) for a, b in zip(run_losses, expected, strict=True)]
+    return {"losses": alone_losses | rank_losses, "worst": max(differences)}
 
 
-def sharded_row(*, dry: bool) -> dict[str, Any]:
+def sharded_row(*, dry: bool) -> Row:
     """Return the errors of models of transformers whose experts are sharded over the ranks, against
     one process."""
     from moesaic_lab import hf
@@ -248,7 +253,7 @@ def sharded_row(*, dry: bool) -> dict[str, Any]:
         results = sharing_gpu(hf.steps, cases, dry=dry)
         errors = hf.ep_errors(WORLD, cases, results)
     rows = [
-        {"model": Path(case.folder).name, "ep": case.ep, "tp": case.tp, "error": e}
-        for case, e in zip(cases, errors)
+        {"model": Path(case.folder).name, "ep": case.ep, "tp": case.tp, "error": error}
+        for case, error in zip(cases, errors)
     ]
     return {"cases": rows, "worst": max(errors)}

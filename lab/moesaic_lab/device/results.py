@@ -15,6 +15,9 @@ import torch
 
 from moesaic_lab.claims import write_whole
 
+Row = dict[str, Any]
+"""What a step has measured, by name of the figure."""
+
 
 class StepRows:
     """The rows in `rows.json` of a folder. Rows of another GPU or torch version are discarded.
@@ -30,21 +33,21 @@ class StepRows:
             f"{'none: a dry run' if dry else torch.cuda.get_device_name()}, torch "
             f"{torch.__version__}"
         )
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, Row] = {}
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))
             self.rows = content["rows"] if content.get("key") == self.key else {}
 
     def is_done(self, name: str) -> bool:
         """Return whether a row was measured without an error."""
-        return "error" not in self.rows.get(name, {"error": "not measured"})
+        return name in self.rows and "error" not in self.rows[name]
 
-    def write(self, name: str, row: dict[str, Any]) -> None:
+    def write(self, name: str, row: Row) -> None:
         """Add a row and rewrite the file."""
         self.rows[name] = {"name": name} | row
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
-    def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> bool:
+    def attempt(self, name: str, measure: Callable[[], Row]) -> bool:
         """Measure a row unless it is done. If that raises, the row gets the reason; return whether
         there is a result."""
         if self.is_done(name):
@@ -63,7 +66,9 @@ class StepRows:
 
 def reason(error: Exception) -> str:
     """Return an exception in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    lines = str(error).splitlines()
+    first_line = lines[0] if lines else ""
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 def say(text: str) -> None:

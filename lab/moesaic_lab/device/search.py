@@ -159,32 +159,33 @@ def search(
         try:
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
-            say(
-                f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: "
-                f"{str(error).splitlines()[0][:120]}"
-            )
+            first_line = str(error).splitlines()[0][:120]
+            say(f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {first_line}")
             continue
         say(f"{bucket(shape)}: {_described(tile)}: {seconds * 1e3:.3f} ms")
-        if seconds * (WORSE if number else 1.0) < best_seconds:
+        is_default = number == 0
+        if seconds * (1.0 if is_default else WORSE) < best_seconds:
             best = tile
             best_seconds = seconds
-    return best, best_seconds < float("inf")
+    worked = best_seconds < float("inf")
+    return best, worked
 
 
 def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
     """Return whether a tile can run and does not obviously waste resources."""
-    accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
     if tile.descriptors and device.capability < HOPPER:
         return False
+    threads = 32 * tile.warps
+    results = tile.rows * tile.columns * (2 if shape.is_doubled else 1)
+    accumulators = results / threads
     if accumulators > 128 or accumulators < 16:  # registers of a thread: 255 in all
         return False
-    if (
-        tile.programs
-        and tile.programs * (shared_bytes(tile, shape) + RESERVED_BYTES)
-        > device.shared_bytes + 2048
-    ):
-        return False
-    return shared_bytes(tile, shape) <= device.shared_bytes
+    tile_bytes = shared_bytes(tile, shape)
+    if tile.programs:  # persistent programs that share a multiprocessor
+        needed_bytes = tile.programs * (tile_bytes + RESERVED_BYTES)
+        if needed_bytes > device.shared_bytes + 2048:
+            return False
+    return tile_bytes <= device.shared_bytes
 
 
 def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
@@ -221,21 +222,23 @@ def _described(tile: Tile) -> str:
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """Return the tiles in a file by device and product."""
+    """Return the tiles in a file, as dicts of their fields, by `Tuned.key` and then by bucket."""
     names = {field.name for field in fields(Tile)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        tiles = [tile for of_device in content.values() for tile in of_device.values()]
-        is_ours = all(isinstance(tile, dict) for tile in tiles)
+        is_ours = True
+        for by_bucket in content.values():
+            for tile in by_bucket.values():
+                if not isinstance(tile, dict):
+                    is_ours = False
     except (ValueError, AttributeError, UnicodeDecodeError):
         is_ours = False
-        tiles = []
     if not is_ours:
         raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
-    for key, of_device in content.items():
-        if key.endswith(f"format {FORMAT}") and any(
-            set(tile) != names for tile in of_device.values()
-        ):
+
+    for key, by_bucket in content.items():
+        is_current = key.endswith(f"format {FORMAT}")
+        if is_current and any(set(tile) != names for tile in by_bucket.values()):
             raise InputError(
                 f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name "
                 "another file"

@@ -89,13 +89,15 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
         rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or
             "dense".
     """
-    return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(
-        layers, rows
-    )
+    all_claims = []
+    for layer in layers:
+        all_claims += _layer_claims(layer, rows)
+    return all_claims + _largest_claims(layers, rows)
 
 
 def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Return the claims about a layer."""
+    """Return the claims about a layer. The value of a claim is None if what it needs was not
+    measured."""
     row = rows.get(layer.name, {"error": "not measured: no time was left"})
     published = LAYERS.get(layer)
     ours = row.get("ours")
@@ -111,16 +113,19 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
         reason: str = "",
     ) -> None:
         name = f"gpu.{layer.name}.{what}"
-        reason = error or reason if value is None else ""
+        if value is not None:
+            reason = ""
+        elif error:  # the whole layer failed
+            reason = error
         all_claims.append(
             Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason)
         )
 
     for number, direction in enumerate(("forward", "backward")):
-        target = None
-        if published is not None:
-            target = float(published.sonic[number])
-        claim(f"{direction}_tflops", ours and ours[f"{direction}_tflops"], target, ">=", "TFLOP/s")
+        what = f"{direction}_tflops"
+        tflops = None if ours is None else ours[what]
+        target = None if published is None else float(published.sonic[number])
+        claim(what, tflops, target, ">=", "TFLOP/s")
     absent = f"liger-kernel could not be run: {row.get('liger_absent', '')}"
     if published is not None and ours is not None:
         absent += (
@@ -135,23 +140,15 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
         ">=",
         reason=row.get("grouped_mm_absent", ""),
     )
-    kernels = rows.get(f"sonic.{layer.name}", {"error": "SonicMoE was not run"})
-    claim("over_sonic", kernels.get("over_ours"), None, ">=", reason=kernels.get("error", ""))
+    sonic = rows.get(f"sonic.{layer.name}", {"error": "SonicMoE was not run"})
+    claim("over_sonic", sonic.get("over_ours"), None, ">=", reason=sonic.get("error", ""))
     whole = row.get("layer", {}).get("over_ours")
     claim("layer_over_kernels", whole, OVER_KERNELS, "<=", reason=row.get("layer_absent", ""))
-    published_gib = None
-    if published is not None:
-        published_gib = published.sonic_gib
-    gib_kept = None
-    if ours is not None:
-        gib_kept = ours["memory_gib"]["kept"]
-    claim(
-        "activation_gib",
-        gib_kept,
-        None if published_gib is None else OVER_SONIC_MEMORY * published_gib,
-        "<=",
-        "GiB",
-    )
+    most_gib = None
+    if published is not None and published.sonic_gib is not None:
+        most_gib = OVER_SONIC_MEMORY * published.sonic_gib
+    kept_gib = None if ours is None else ours["memory_gib"]["kept"]
+    claim("activation_gib", kept_gib, most_gib, "<=", "GiB")
     return all_claims
 
 

@@ -31,6 +31,8 @@ from moesaic_lab.claims import ROOT, Claim, Measurement
 from moesaic_lab.device.shapes import LAYERS
 from moesaic_lab.device.shapes import claims as layer_claims
 
+Row = dict[str, Any]
+"""A step's outcome, or what it has measured, as plain data."""
 SECONDS = 540.0
 """Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes
 on."""
@@ -173,9 +175,10 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         folder: folder of the results.
         dry: whether there is no GPU.
     """
-    planned = _dry_steps(folder) if dry else _gpu_steps(folder)
+    if not dry:
+        return _gpu_steps(folder)
     # Triton's interpreter is slow.
-    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
+    return [replace(step, seconds=5 * step.seconds) for step in _dry_steps(folder)]
 
 
 def _gpu_steps(folder: Path) -> list[GpuStep]:
@@ -201,27 +204,36 @@ def _dry_steps(folder: Path) -> list[GpuStep]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Makes steps whose results go to a folder."""
+    """Makes steps whose results go to a folder. Times are limits in seconds; `words` are further
+    words of a step's command, and `needs` is as in `GpuStep`."""
 
     folder: Path
     dry: bool
 
     def measurements(self, layers: Sequence[str], kernel_tests: Sequence[str]) -> list[GpuStep]:
-        """Return the steps that test and measure the layers."""
-        measured = {name: self._part("measure", 60, name, name=f"layer.{name}") for name in layers}
-        first = [name for name in FIRST if name in measured] or layers
+        """Return the steps that test and measure the layers: a few important layers, the parts that
+        measure other things, then the other layers.
+
+        Args:
+            layers: names of the layers.
+            kernel_tests: arguments of pytest that choose the kernels' tests.
+        """
+        by_layer = {name: self._part("measure", 60, name, name=f"layer.{name}") for name in layers}
+        first = [name for name in FIRST if name in layers]
+        if not first:  # the tiny layer of a dry run
+            first = list(layers)
         return [
             self._part("compile", 110, background=True),
             self._tests("checks", 60, CHECKS),
             self._part("whole", 60),
-            *(measured.pop(name) for name in first),
+            *(by_layer[name] for name in first),
             self._part("sonic", 180, *first, needs="sonicmoe"),
             self._part("transformers", 60, *FAMILIES, needs="transformers"),
             self._part("plans", 60),
             self._part("training", 60),
             self._part("sharded", 60, needs="transformers"),
             self._part("finetune", 150, needs="peft"),
-            *measured.values(),
+            *(step for name, step in by_layer.items() if name not in first),
             self._tests("tests", 120, *kernel_tests),
         ]
 
@@ -236,11 +248,11 @@ class _Steps:
         """Return the steps that watch kernels by other programs."""
         planned = [self._part("profile", 30)]
         for tool in SANITIZERS:
-            before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+            prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
             planned.append(
-                self._tests(tool, 30, *ODD_SIZES, before=before, needs="compute-sanitizer")
+                self._tests(tool, 30, *ODD_SIZES, prefix=prefix, needs="compute-sanitizer")
             )
-        ncu = self._tests("ncu", 30, *ODD_SIZES, before=COUNTING, needs="ncu")
+        ncu = self._tests("ncu", 30, *ODD_SIZES, prefix=COUNTING, needs="ncu")
         return [*planned, replace(ncu, output="ncu.csv")]
 
     def _part(
@@ -268,13 +280,14 @@ class _Steps:
         name: str,
         seconds: float,
         *words: str,
-        before: Sequence[str] = (),
+        prefix: Sequence[str] = (),
         needs: str = "pytest",
     ) -> GpuStep:
-        """Return a step that runs tests, under another program if `before` names one."""
+        """Return a step that runs tests, under another program if `prefix` is the beginning of its
+        command."""
         return GpuStep(
             name=name,
-            command=(*before, *PYTEST, *words),
+            command=(*prefix, *PYTEST, *words),
             seconds=seconds,
             output="tests.txt",
             needs=needs,
@@ -305,7 +318,7 @@ def run(
     seconds: float = SECONDS,
     only: str | None = None,
     told: Callable[[str], object] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Run all steps that have not ended well before, and return all rows; `gpu.json` is rewritten
     after each step.
 
@@ -319,50 +332,60 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     outcomes = _earlier(folder)
-    running = list[_Running]()
-    planned = [
-        step
-        for step in steps(folder, dry=dry)
-        if not only or step.name.startswith(tuple(only.split(",")))
-    ]
+    in_background = list[_Running]()
+    planned = steps(folder, dry=dry)
+    if only:
+        beginnings = tuple(only.split(","))
+        planned = [step for step in planned if step.name.startswith(beginnings)]
+    environment = _environment(folder, dry=dry)
     with tempfile.TemporaryDirectory() as scratch:
-        environment = (
-            os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(
-                    filter(
-                        None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH"))
-                    )
-                ),
-                # a later call finds what this one compiled
-                "TRITON_CACHE_DIR": str(folder.resolve() / "triton"),
-                "PYTHONUNBUFFERED": "1",
-            }
-            | ({"TRITON_INTERPRET": "1"} if dry else {})
-        )
         for step in planned:
-            if outcomes.get(step.name, StepOutcome(step.name, 0.0, "")).ended == "ok":
+            earlier = outcomes.get(step.name)
+            if earlier is not None and earlier.ended == "ok":
                 continue
             told(step.name)
             started = _start(step, folder, Path(scratch), environment, deadline)
-            if isinstance(started, _Running) and step.background:
-                running.append(started)
+            if isinstance(started, StepOutcome):
+                outcomes[step.name] = started
+            elif step.background:
+                in_background.append(started)
                 continue
-            outcomes[step.name] = started if isinstance(started, StepOutcome) else started.end()
+            else:
+                outcomes[step.name] = started.end()
             _write(folder, outcomes, dry)
-        for started in running:
-            outcomes[started.step.name] = started.end()
+        for running in in_background:
+            outcomes[running.step.name] = running.end()
     return _write(folder, outcomes, dry)
+
+
+def _environment(folder: Path, *, dry: bool) -> dict[str, str]:
+    """Return the environment variables of the steps' processes."""
+    python_path = [str(ROOT / "src"), str(ROOT / "lab")]
+    if os.environ.get("PYTHONPATH"):
+        python_path.append(os.environ["PYTHONPATH"])
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(python_path)
+    # a later call finds what this one compiled
+    environment["TRITON_CACHE_DIR"] = str(folder.resolve() / "triton")
+    environment["PYTHONUNBUFFERED"] = "1"
+    if dry:
+        environment["TRITON_INTERPRET"] = "1"
+    return environment
 
 
 @dataclass
 class _Running:
+    """A step that was started. Times are those of `time.monotonic`."""
+
     step: GpuStep
     process: subprocess.Popen[bytes]
     log: Path
+    """The file of the step's output."""
     began: float
     until: float
+    """When the step is killed."""
     file: IO[bytes]
+    """The open log."""
 
     def end(self) -> StepOutcome:
         """Wait for the process until its deadline, then kill it and all processes that it
@@ -373,39 +396,43 @@ class _Running:
         except subprocess.TimeoutExpired:
             ended = f"ended after {time.monotonic() - self.began:.0f} s, its limit"
         with suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # each step has its own session, so this also kills its children
+            # each step has its own session, so this also kills its children
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.file.close()
-        tail = self.log.read_text(errors="replace").splitlines()[-12:]
-        return StepOutcome(
-            self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail
-        )
+        outcome = StepOutcome(self.step.name, time.monotonic() - self.began, ended)
+        if ended != "ok":
+            outcome.tail = self.log.read_text(errors="replace").splitlines()[-12:]
+        return outcome
 
 
 def _start(
     step: GpuStep, folder: Path, scratch: Path, environment: Mapping[str, str], deadline: float
 ) -> _Running | StepOutcome:
-    """Start a step, or say why it cannot run."""
+    """Start a step, or say why it cannot run.
+
+    Args:
+        step: the step.
+        folder: folder of the results.
+        scratch: folder for the output of steps that keep none.
+        environment: variables of the process.
+        deadline: time of `time.monotonic` at which the step is killed at the latest.
+    """
     now = time.monotonic()
     if now > deadline:
         return StepOutcome(step.name, 0.0, "not begun: no time was left")
-    if (
-        step.needs
-        and shutil.which(step.needs) is None
-        and importlib.util.find_spec(step.needs) is None
-    ):
+    is_program = bool(step.needs) and shutil.which(step.needs) is not None
+    if step.needs and not is_program and importlib.util.find_spec(step.needs) is None:
         return StepOutcome(step.name, 0.0, f"not begun: {step.needs} is not installed")
     log = folder / step.output if step.output else scratch / f"{step.name}.txt"
-    own = dict(environment)
+    own_environment = dict(environment)
     if step.name == "compile":  # this step needs the compiler, not the interpreter
-        own.pop("TRITON_INTERPRET", None)
+        own_environment.pop("TRITON_INTERPRET", None)
     file = log.open("ab")
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
-        env=own,
+        env=own_environment,
         stdout=file,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -421,20 +448,22 @@ def _earlier(folder: Path) -> dict[str, StepOutcome]:
     return {row["step"]: StepOutcome(**row) for row in earlier["rows"] if row.get("what") == "step"}
 
 
-def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list[dict[str, Any]]:
+def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list[Row]:
     """Write `gpu.json` and return its rows.
 
     What ended without a row of its own gets one that says how it ended.
     """
-    rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
-    for name, outcome in outcomes.items():
-        row = name.removeprefix("layer.")
-        for missing in [f"sonic.{layer}" for layer in FIRST] if name == "sonic" else [row]:
-            if missing not in rows and outcome.ended != "ok":
-                rows[missing] = {
-                    "name": missing,
-                    "error": f"{outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}",
-                }
+    rows: dict[str, Row] = _read(folder / "rows.json").get("rows", {})
+    for step_name, outcome in outcomes.items():
+        if outcome.ended == "ok":
+            continue
+        names = [step_name.removeprefix("layer.")]
+        if step_name == "sonic":  # the one step that writes several rows
+            names = [f"sonic.{layer}" for layer in FIRST]
+        last_line = " ".join(outcome.tail[-1:])[:200]
+        for name in names:
+            if name not in rows:
+                rows[name] = {"name": name, "error": f"{outcome.ended}; {last_line}"}
     all_rows = [*map(asdict, outcomes.values()), *rows.values()]
     Measurement(
         rows=all_rows,
@@ -451,13 +480,20 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
     reason."""
     by_name = {row["name"]: row for row in rows if "name" in row}
     ended = {row["step"]: row["ended"] for row in rows if row.get("what") == "step"}
-    others = []
+    return [*layer_claims(list(LAYERS), by_name), *_figure_claims(by_name), *_test_claims(ended)]
+
+
+def _figure_claims(by_name: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Return a claim for each of `FIGURES`, from the rows by name."""
+    all_claims = []
     for name, figure in FIGURES.items():
-        found = by_name.get(figure.row, {})
-        value = found.get(figure.key)
-        absent = found.get(f"{figure.key.split('_')[0]}_absent", "not run")
-        reason = "" if value is not None else found.get("error", absent)
-        others.append(
+        row = by_name.get(figure.row, {})
+        value = row.get(figure.key)
+        # what could not run has its reason under its own key, such as "compiled_absent"
+        method = figure.key.split("_")[0]
+        absent = row.get(f"{method}_absent", "not run")
+        reason = "" if value is not None else row.get("error", absent)
+        all_claims.append(
             Claim(
                 name=f"gpu.{name}",
                 value=value,
@@ -466,10 +502,16 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
                 reason=reason,
             )
         )
+    return all_claims
+
+
+def _test_claims(ended: Mapping[str, str]) -> list[Claim]:
+    """Return a claim that each step of tests passed, from how the steps ended, by name."""
+    all_claims = []
     for name in ("tests", "checks", *SANITIZERS):
         end = ended.get(name, "the step did not run to its end")
         is_known = name in ended and not end.startswith(("not begun", "ended after"))
-        others.append(
+        all_claims.append(
             Claim(
                 name=f"gpu.{name}_failed",
                 value=float(end != "ok") if is_known else None,
@@ -477,7 +519,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
                 reason="" if is_known else end,
             )
         )
-    return [*layer_claims(list(LAYERS), by_name), *others]
+    return all_claims
 
 
 def _gpu() -> str:

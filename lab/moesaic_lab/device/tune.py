@@ -32,22 +32,25 @@ def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callabl
         inputs: tensors of the layer.
         is_compiling: whether the products are only compiled, so that their operands need no values.
     """
-    top_k = inputs.expert.shape[1]
     x, w13, w2, dy = (tensor.detach() for tensor in (inputs.x, inputs.w13, inputs.w2, inputs.dy))
-    copy, _, ends = sort(inputs.expert.view(-1), len(w13))
+    num_experts, _, hidden_size, _ = w13.shape
+    top_k = inputs.expert.shape[1]
+
+    # the token and the routing weight of each row, in the order of experts
+    copy, _, ends = sort(inputs.expert.view(-1), num_experts)
     token = copy // top_k
     weight = inputs.weight.detach().view(-1)[copy.long()]
-    hidden = x.new_empty(len(copy), w13.shape[2])
-    pre = x.new_empty(len(copy), 2 * w13.shape[2])
-    if len(inputs.x) and not is_compiling:
+    form: dict[str, Any] = {"activation": "silu", "clamp": inputs.clamp, "weight": weight}
+
+    hidden = x.new_empty(len(copy), hidden_size)
+    pre = x.new_empty(len(copy), 2 * hidden_size)  # pre-activations of gate and up
+    if len(x) and not is_compiling:
         hidden.normal_()
         pre.normal_()
-    form: dict[str, Any] = {"activation": "silu", "clamp": inputs.clamp, "weight": weight}
-    up_bias, down_bias = (
-        (bias.detach() for bias in inputs.biases) if inputs.biases else (None, None)
-    )
-    down_weight = None
-    if inputs.biases:
+
+    up_bias = down_bias = down_weight = None
+    if inputs.biases:  # `up` weights the hidden rows; only the down bias still needs the weights
+        up_bias, down_bias = (bias.detach() for bias in inputs.biases)
         down_weight = weight
     return {
         "up": lambda tile: up(x, w13, ends, tile, **form, bias=up_bias, token=token),
@@ -112,16 +115,19 @@ def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[s
     runs = products(inputs)
     num_rows = layer.tokens * layer.top_k
     sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
-    flops = 2.0 * num_rows * layer.dim * layer.hidden
+    flops = 2.0 * num_rows * layer.dim * layer.hidden  # of one matrix per expert
     steps = {}
     for name, shape in shapes(*sizes, gated=True).items():
         seconds = _seconds_with(runs[name], tuned.tile(shape))
-        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # gate and up together
-        steps[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
-    order = sort(inputs.expert.view(-1), layer.num_experts)
+        num_matrices = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # gate and up
+        steps[name] = {"ms": seconds * 1e3, "tflops": flops * num_matrices / seconds / 1e12}
+
+    _, row_of_copy, _ = sort(inputs.expert.view(-1), layer.num_experts)
     starts = torch.arange(0, num_rows, layer.top_k, device=inputs.x.device)
     rows = torch.randn(num_rows, layer.dim, device=inputs.x.device, dtype=inputs.x.dtype)
-    seconds = seconds_of(lambda: sum_tokens(rows, order[1], starts, None, layer.top_k, rows.dtype))
+    seconds = seconds_of(
+        lambda: sum_tokens(rows, row_of_copy, starts, None, layer.top_k, rows.dtype)
+    )
     steps["sum"] = {
         "ms": seconds * 1e3,
         "gb_per_s": (rows.nbytes + inputs.x.nbytes) / seconds / 1e9,

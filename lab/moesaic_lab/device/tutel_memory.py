@@ -23,6 +23,8 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import peak_growth_bytes, step
 from moesaic_lab.reproduce.records import read_book
 
+Row = dict[str, Any]
+"""Tutel's figure and ours for a number of tokens."""
 TUTEL_GIB = {
     tokens: read_book().value(f"tutel.memory.{tokens}") for tokens in (4096, 8192, 16384, 32768)
 }
@@ -47,17 +49,18 @@ class LayerSizes:
         pre-activations, and the scratch memory of one block of rows, since blocks run one after
         another. It omits the routing, which takes some bytes per token and expert.
         """
-        weights = 2 * self.experts * self.dim * self.hidden
-        block = block_limit((2 * self.hidden + 2 * self.dim) * self.item)
-        scratch = block * (
-            2 * self.hidden + 4 * self.dim
-        )  # hidden, its gradient; rows, weighted, their gradient, a bag
-        numbers = 2 * weights + 4 * tokens * self.dim + tokens * self.top_k * self.hidden + scratch
-        return numbers * self.item
+        weights = 2 * self.experts * self.dim * self.hidden  # an up and a down matrix per expert
+        block_rows = block_limit((2 * self.hidden + 2 * self.dim) * self.item)
+        # hidden, its gradient; rows, weighted, their gradient, a bag
+        scratch = block_rows * (2 * self.hidden + 4 * self.dim)
+        token_tensors = 4 * tokens * self.dim
+        pre_activations = tokens * self.top_k * self.hidden
+        return (2 * weights + token_tensors + pre_activations + scratch) * self.item
 
 
 def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
-    """Measure the peak bytes of a training step by PyTorch's profiler."""
+    """Measure the peak bytes of a training step by PyTorch's profiler, the weights and the input
+    included."""
     torch.manual_seed(0)
     layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
     x = torch.randn(tokens, sizes.dim, requires_grad=True)
@@ -66,7 +69,7 @@ def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
     return before + peak_growth_bytes(lambda: step(layer, x, dy))
 
 
-def rows(measured_up_to: int) -> list[dict[str, Any]]:
+def rows(measured_up_to: int) -> list[Row]:
     """Return a row per number of tokens in Tutel's table.
 
     Args:
@@ -85,7 +88,7 @@ def rows(measured_up_to: int) -> list[dict[str, Any]]:
     return table_rows
 
 
-def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
+def claims(measured_rows: list[Row]) -> list[Claim]:
     """Return a claim per number of tokens, on the measured memory or, if it was not measured, on
     the formula's."""
     all_claims = []

@@ -13,7 +13,7 @@ import torch
 
 from moesaic.cuda_graphs import capture
 from moesaic.layer import MoE
-from moesaic_lab.device.results import reason
+from moesaic_lab.device.results import Row, reason
 from moesaic_lab.device.timing import GIB, seconds_of
 from moesaic_lab.measure import in_turn, over_ranks
 
@@ -61,7 +61,7 @@ BATCHES = {"gpt_oss": (4, 1024)}
 """Sequences and their lengths; shorter ones for a family whose attention keeps all its weights."""
 
 
-def layer_row(*, dry: bool) -> dict[str, Any]:
+def layer_row(*, dry: bool) -> Row:
     """Return milliseconds of a step of a layer: wall time by way of running it, and the host's and
     the GPU's share of it."""
     torch.manual_seed(0)
@@ -70,8 +70,8 @@ def layer_row(*, dry: bool) -> dict[str, Any]:
     layer = MoE(**sizes, device=device, dtype=torch.bfloat16)
     x = torch.randn(tokens, layer.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    ways: dict[str, Callable[..., Any]] = {"eager": layer}
-    row: dict[str, Any] = {
+    ways: dict[str, Callable[..., Any]] = {"eager": layer}  # functions of x
+    row: Row = {
         "tokens": tokens,
         "dim": layer.dim,
         "hidden": layer.hidden,
@@ -125,30 +125,29 @@ def _wall(methods: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         _wait()
 
     repeats = REPEATS if torch.cuda.is_available() else 2
-    spans = in_turn(
-        {name: partial(until_done, each) for name, each in methods.items()}, repeats, barrier=_wait
-    )
+    waiting = {name: partial(until_done, method) for name, method in methods.items()}
+    spans = in_turn(waiting, repeats, barrier=_wait)
     return {name: median(seconds) for name, seconds in over_ranks([spans]).items()}
 
 
-def model_row(family: str, *, dry: bool) -> dict[str, Any]:
+def model_row(family: str, *, dry: bool) -> Row:
     """Return step time, peak memory and loss of a model of transformers under each implementation
     of the experts, in turn."""
     import transformers
 
     import moesaic.transformers  # noqa: F401
 
-    fields = (
-        FAMILIES[family]
-        | {"vocab_size": 32768}
-        | (SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2} if dry else {})
-    )
+    fields = FAMILIES[family] | {"vocab_size": 32768}
+    batch = BATCHES.get(family, BATCH)
+    if dry:
+        fields |= SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        batch = (1, 16)
     config = transformers.AutoConfig.for_model(family, **fields)
     torch.manual_seed(0)
     with torch.device("cpu" if dry else "cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        ids = torch.randint(config.vocab_size, (1, 16) if dry else BATCHES.get(family, BATCH))
-    row: dict[str, Any] = {"tokens": ids.numel(), "family": family}
+        ids = torch.randint(config.vocab_size, batch)
+    row: Row = {"tokens": ids.numel(), "family": family}
 
     def step(implementation: str) -> torch.Tensor:
         model.set_experts_implementation(implementation)
@@ -163,8 +162,6 @@ def model_row(family: str, *, dry: bool) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
             step(name)
             row[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    row |= {
-        f"{name}_ms": 1e3 * seconds
-        for name, seconds in _wall({n: partial(step, n) for n in IMPLEMENTATIONS}).items()
-    }
+    seconds_by_name = _wall({name: partial(step, name) for name in IMPLEMENTATIONS})
+    row |= {f"{name}_ms": 1e3 * seconds for name, seconds in seconds_by_name.items()}
     return row | {"over_grouped_mm": row["moesaic_ms"] / row["grouped_mm_ms"]}

@@ -14,7 +14,7 @@ from rich.console import Console
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, suggestion
 from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, PapersMeasured, claims
-from moesaic_lab.reproduce.records import Book, Chart, Reproduction, read_book
+from moesaic_lab.reproduce.records import Book, Chart, Reproduction, Row, read_book
 from moesaic_lab.tables import claims_table, table
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         from moesaic_lab.pictures import check_picture
 
         check_picture(Path(options.picture))
+
     papers = list(REPRODUCTIONS) if first == "all" else [first]
     book = _refitted(papers) if options.refit else read_book()
     reproductions = []
@@ -71,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
             reproductions.append(REPRODUCTIONS[paper](book))
         if options.json != "-":
             _print(reproductions[-1])
+
     if options.json != "-":
         Console().print(claims_table(claims(reproductions, book)))
     if options.json is not None:
@@ -114,8 +116,7 @@ def _print(reproduction: Reproduction) -> None:
             "published": "." if row.cell.value is None else f"{row.cell.value:g}",
             "ours": f"{row.ours:.4g}",
             "error": _error(row.cell.unit, row.error),
-            "role": row.role
-            + f" ({row.cell.not_printed} not printed)" * (row.role == "no prediction"),
+            "role": _role(row),
         }
         for row in reproduction.rows
     ]
@@ -136,19 +137,22 @@ def _print(reproduction: Reproduction) -> None:
             markup=False,
             soft_wrap=True,
         )
-    for title, lines in (
-        ("assumed", reproduction.assumptions),
-        ("unexplained", reproduction.unexplained),
-    ):
-        for line in lines:
-            console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
+    lines = [f"assumed: {text}" for text in reproduction.assumptions]
+    lines += [f"unexplained: {text}" for text in reproduction.unexplained]
     for constant in reproduction.constants:
-        text = (
-            f"constant {constant.name} = {constant.value:.6g} {constant.unit}, from "
-            f"{', '.join(constant.cells)}"
-        )
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        cells = ", ".join(constant.cells)
+        value = f"{constant.value:.6g} {constant.unit}"
+        lines.append(f"constant {constant.name} = {value}, from {cells}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print()
+
+
+def _role(row: Row) -> str:
+    """Return the role of a row in words."""
+    if row.role == "no prediction":
+        return f"{row.role} ({row.cell.not_printed} not printed)"
+    return row.role
 
 
 def _error(unit: str, error: float | None) -> str:
@@ -165,11 +169,10 @@ def _draw(reproductions: Sequence[Reproduction], path: Path) -> None:
     title = "Published and simulated: " + ", ".join(
         reproduction.paper for reproduction in reproductions
     )
-    panels = [
-        _panel(chart)
-        for reproduction in reproductions
-        for chart in (*_ratios(reproduction), *reproduction.charts)
-    ]
+    panels = []
+    for reproduction in reproductions:
+        charts = (*_ratios(reproduction), *reproduction.charts)
+        panels += [_panel(chart) for chart in charts]
     try:
         write_picture(path, title, panels, notes=NOTES)
     except OSError as error:
@@ -191,8 +194,9 @@ def _ratios(reproduction: Reproduction) -> list[Chart]:
     labels = tuple(
         row.cell.name.removeprefix(f"{reproduction.paper}.").replace(".", "\n") for row in rows
     )
-    places = tuple(map(float, range(len(rows))))
-    series = (("simulated", places, tuple(row.cell.ratio(row.ours) for row in rows)),)
+    places = tuple(float(index) for index in range(len(rows)))
+    ratios = tuple(row.cell.ratio(row.ours) for row in rows)
+    series = (("simulated", places, ratios),)
     return [
         Chart(
             f"{reproduction.paper}: not used for fitting",

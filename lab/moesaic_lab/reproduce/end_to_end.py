@@ -49,5 +49,7 @@ class WholeStep:
                 far as it is not hidden.
         """
         parts = self._cost.estimate(forward, backward).parts
-        left_out = {"moe forward", "moe backward"} | (set() if exchanges else {"parameters"})
+        left_out = {"moe forward", "moe backward"}
+        if not exchanges:
+            left_out.add("parameters")
         return sum(seconds for name, seconds in parts.items() if name not in left_out)

@@ -3,7 +3,8 @@ comparison.
 
 He et al. (PPoPP 2022). The paper's traces are not public. Instead, expert loads follow a Zipf law
 with one fitted exponent, and all ranks prefer the same experts. Shadows are exchanged before and
-after the layer by broadcast and reduce trees over the NIC, as in the paper's artifact.
+after the layer by broadcast and reduce trees over the NIC, as in the paper's artifact. Counts are
+(gpus, gpus) arrays: the copies from a GPU to an expert, of which each GPU has one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SEEDS = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One of the paper's models, on the cluster where it ran."""
+    """One of the paper's models, on the cluster where it ran: johnny or trevor."""
 
     cluster: str
     gpus: int
@@ -105,9 +106,12 @@ class FasterMoEBed:
         self.spec = spec or read_cluster(f"fastermoe-{model.cluster}")
         per_node = self.spec.devices_per_node
         self.grid = Grid(world=model.gpus, ep=model.gpus, ranks_per_node=per_node)
-        self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))
-        nic = next(link for link in self.spec.links if link.name == "nic")
-        self.nic = nic.slowest(self.spec.nodes)
+        group_size = 2 if model.cluster == "johnny" else 4
+        self.smart = Plan(peer_groups=model.gpus // group_size)
+        """The smart schedule."""
+        links = {link.name: link for link in self.spec.links}
+        self.nic = links["nic"].slowest(self.spec.nodes)
+        """Bytes per second of a node's NIC."""
         self.machine = FasterMoEMachine(
             flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim
         )
@@ -143,14 +147,19 @@ class FasterMoEBed:
         """
         ranks = np.arange(len(counts))
         node = ranks // self.spec.devices_per_node
+        crosses_nodes = node[:, None] != node[None, :]  # (from, to)
         seconds = []
         for link in self.spec.links:
             group = ranks // link.devices
             crosses = group[:, None] != group[None, :]
-            if link.carries != "all":
-                crosses &= (node[:, None] != node[None, :]) == (link.carries == "outside")
+            if link.carries == "outside":
+                crosses &= crosses_nodes
+            elif link.carries != "all":
+                crosses &= ~crosses_nodes
             crossing = counts * crosses
-            rows = max(np.bincount(group, crossing.sum(axis)).max() for axis in (0, 1))
+            into = np.bincount(group, crossing.sum(0))
+            out_of = np.bincount(group, crossing.sum(1))
+            rows = max(into.max(), out_of.max())
             seconds.append(rows * self.model.dim * 4 / link.slowest(self.spec.nodes))
         # Backward computes twice as much as forward; each of them exchanges rows twice.
         computing = 3 * self.machine.compute_seconds(counts.sum(0).max())
@@ -160,8 +169,9 @@ class FasterMoEBed:
         """Return the time of a layer with shadows: broadcast of their weights, the layer, reduction
         of their gradients."""
         remaining = stay_home(counts, list(experts))
-        nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
-        tree = tree_seconds(self.model.gpus, nbytes, 10e-6, 1 / self.nic)
+        layer = self.model.layer
+        expert_bytes = layer.matrices * layer.dim * layer.hidden * 4
+        tree = tree_seconds(self.model.gpus, expert_bytes, 10e-6, 1 / self.nic)
         return self.run(plan, remaining).seconds + len(experts) * (tree + tree)
 
     def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
@@ -184,7 +194,9 @@ class FasterMoEBed:
         )
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
         exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
-        return 3 * float(seconds.sum()) + exchange * (1.5 if stage == 3 else 1.0)
+        # a gather is half of an all-reduce: ZeRO-3 gathers once more
+        num_exchanges = 1.5 if stage == 3 else 1.0
+        return 3 * float(seconds.sum()) + exchange * num_exchanges
 
 
 def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
@@ -200,7 +212,10 @@ def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> flo
         alpha: start-up time of a message in seconds.
         beta: seconds per byte of one rank's link.
     """
-    return math.ceil(math.log2(ranks)) * alpha + (beta * num_bytes if ranks > 1 else 0.0)
+    if ranks == 1:
+        return 0.0
+    depth = math.ceil(math.log2(ranks))
+    return depth * alpha + beta * num_bytes
 
 
 def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> float:
@@ -213,8 +228,9 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> float:
                 counts = bed.counts(skew, seed)
                 pairs.append((sum(bed.predicted(counts)), bed.run(PLAIN, counts).seconds))
     predicted, simulated = np.array(pairs).T
-    missed = ((simulated - predicted) ** 2).sum()
-    return float(1 - missed / ((simulated - simulated.mean()) ** 2).sum())
+    error_squares = ((simulated - predicted) ** 2).sum()
+    total_squares = ((simulated - simulated.mean()) ** 2).sum()
+    return float(1 - error_squares / total_squares)
 
 
 @dataclass(frozen=True)
@@ -249,9 +265,9 @@ def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float
     speedups = []
     for seed in SEEDS:
         counts = bed.counts(skew, seed)
-        speedups.append(
-            bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule))
-        )
+        plain = bed.run(PLAIN, counts).seconds
+        shadowed = bed.shadowed(PLAIN, counts, bed.chosen(counts, rule))
+        speedups.append(plain / shadowed)
     return float(np.mean(speedups))
 
 
@@ -276,17 +292,17 @@ def gains(bed: FasterMoEBed, tables: Iterable[np.ndarray]) -> Gains:
                 both,
             )
         )
-    means = np.mean(rows, axis=0).tolist()
-    most = np.max(rows, axis=0).tolist()
+    schedule, shadow, both_gain, share, _, _, seconds = np.mean(rows, axis=0).tolist()
+    most_schedule, _, _, _, most_bound, most_one, _ = np.max(rows, axis=0).tolist()
     return Gains(
-        means[0],
-        means[1],
-        both=means[2],
-        experts=means[3],
-        bound=most[4],
-        layer=most[0],
-        one=most[5],
-        seconds=means[6],
+        schedule=schedule,
+        shadow=shadow,
+        both=both_gain,
+        experts=share,
+        bound=most_bound,
+        layer=most_schedule,
+        one=most_one,
+        seconds=seconds,
     )
 
 
@@ -294,10 +310,10 @@ def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and compare them with the paper's figures."""
     skew = skew_of(book)
     beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
-    on_johnny = {
-        model: gains(beds[model], (beds[model].counts(skew, seed) for seed in SEEDS))
-        for model in (GPT_S, GPT, GPT_L)
-    }
+    on_johnny = {}
+    for model in (GPT_S, GPT, GPT_L):
+        tables = [beds[model].counts(skew, seed) for seed in SEEDS]
+        on_johnny[model] = gains(beds[model], tables)
     wide = gains(beds[WIDE], [beds[WIDE].counts(skew, SEEDS[0])])
     middle = on_johnny[GPT]
     best = max(on_johnny.values(), key=lambda model_gains: model_gains.layer)
@@ -347,38 +363,39 @@ def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
     ]
     tables = {"LAER-MoE's Mixtral": [identical_counts(each, gpus, copies) for each in shares]}
     for text, trace in trained_traces().items():
-        times = copies * gpus // (trace.shape.tokens * trace.shape.top_k)
+        # scaled up to the copies of the model's layer
+        scale = copies * gpus // (trace.shape.tokens * trace.shape.top_k)
         for when, step in (("early", trace.steps[0]), ("late", trace.steps[-1])):
-            of_layers = [
-                trace.counts(layer, step, groups=gpus) for layer in range(trace.shape.num_layers)
+            tables[f"our GPT on {text}, {when}"] = [
+                scale * trace.counts(layer, step, groups=gpus)
+                for layer in range(trace.shape.num_layers)
             ]
-            tables[f"our GPT on {text}, {when}"] = [times * counts for counts in of_layers]
     return tables
 
 
 def _recorded(bed: FasterMoEBed) -> Iterator[PaperFinding]:
     """Yield the speed-ups under recorded loads: mean, least and largest over the layers."""
     for source, tables in recorded_tables(bed).items():
-        found = [gains(bed, [counts]) for counts in tables]
-        columns = {
-            "schedule": [each.schedule for each in found],
-            "shadowing": [each.shadow for each in found],
-            "both": [each.both for each in found],
+        layer_gains = [gains(bed, [counts]) for counts in tables]
+        speedups = {
+            "schedule": [each.schedule for each in layer_gains],
+            "shadowing": [each.shadow for each in layer_gains],
+            "both": [each.both for each in layer_gains],
         }
-        said = [
-            f"{name} {mean(of):.2f} ({min(of):.2f} to {max(of):.2f})"
-            for name, of in columns.items()
+        words = [
+            f"{name} {mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            for name, values in speedups.items()
         ]
-        busiest = mean(float(counts.sum(0).max() / counts.sum(0).mean()) for counts in tables)
-        shadowed = f"{mean(each.experts for each in found):.0%} of the experts shadowed"
+        words.append(f"{mean(each.experts for each in layer_gains):.0%} of the experts shadowed")
+        loads = [counts.sum(0) for counts in tables]
+        busiest = mean(float(load.max() / load.mean()) for load in loads)
         yield PaperFinding(
-            f"loads of {source}, the busiest {busiest:.1f} times the mean",
-            ", ".join([*said, shadowed]),
+            f"loads of {source}, the busiest {busiest:.1f} times the mean", ", ".join(words)
         )
 
 
 def _findings(book: Book, bed: FasterMoEBed, middle: Gains) -> tuple[PaperFinding, ...]:
-    """Return the findings about the paper's statements."""
+    """Return the findings about the paper's statements; `middle` holds the gains of MoE-GPT."""
     skew = skew_of(book)
     reached = book.value("fastermoe.schedule.reached")
     counts = bed.counts(skew, SEEDS[0])
@@ -416,18 +433,22 @@ def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
         ("all hidden (eq. 5)", ratios, tuple(ideal(peak, r) for r in ratios)),
         ("nothing hidden (eq. 6)", ratios, tuple(semi_ideal(peak, r) for r in ratios)),
     )
-    flops = 12 * bed.model.layer.copies * bed.model.layer.dim * bed.model.layer.hidden / 1e12
+    layer = bed.model.layer
+    tera_operations = 12 * layer.copies * layer.dim * layer.hidden / 1e12  # of both passes
     skews = tuple(sorted((0.0, 0.4, 0.8, 1.2, skew)))
-    rates = []
+    plain = []
+    smart = []
+    both = []
     for exponent in skews:
         counts = bed.counts(exponent, SEEDS[0])
-        plain = bed.run(PLAIN, counts).seconds
-        smart = bed.run(bed.smart, counts).seconds
-        both = bed.shadowed(bed.smart, counts, bed.chosen(counts))
-        rates.append((flops / plain, flops / smart, flops / both))
-    by_skew = tuple(
-        (name, skews, y)
-        for name, y in zip(("FastMoE", "schedule", "schedule and shadows"), zip(*rates))
+        plain.append(tera_operations / bed.run(PLAIN, counts).seconds)
+        smart.append(tera_operations / bed.run(bed.smart, counts).seconds)
+        shadowed = bed.shadowed(bed.smart, counts, bed.chosen(counts))
+        both.append(tera_operations / shadowed)
+    by_skew = (
+        ("FastMoE", skews, tuple(plain)),
+        ("schedule", skews, tuple(smart)),
+        ("schedule and shadows", skews, tuple(both)),
     )
     unit = "TFLOP/s per GPU"
     return (

@@ -4,6 +4,9 @@ shadows by equation 8.
 He et al. (PPoPP 2022), sections 3 and 4. As printed, equations 2, 7 and 8 divide elements by bytes
 per second. Equation 7 counts tokens as sent that stay at home, and 8 omits the tokens that are
 still sent. Equation 6 counts passes differently from equation 4. These are errata F1 to F4.
+
+A worker is a GPU, the home of one expert. The copies of a token go to its top-k experts. A shadow
+is a copy of an expert on every worker, which then computes its own tokens' copies for it.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ def semi_ideal(peak: float, r: float, rule: Rule = "corrected") -> float:
     As printed, `r` is the ratio of one pass to one all-to-all (errata F4); corrected, it is that of
     eq. 3.
     """
-    return peak * r / (r + (4 / 3 if rule == "printed" else 1.0))
+    communication = 4 / 3 if rule == "printed" else 1.0  # in units in which computation is r
+    return peak * r / (r + communication)
 
 
 def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> float:
@@ -106,9 +110,8 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
     received = counts.sum(0)
     if rule == "printed":
         return machine.rates.unshadowed(received)
-    return 3 * machine.compute_seconds(float(received.max())) + 4 * machine.move_seconds(
-        _remote(counts)
-    )
+    computing = 3 * machine.compute_seconds(float(received.max()))
+    return computing + 4 * machine.move_seconds(_remote(counts))
 
 
 def shadowed_seconds(
@@ -120,7 +123,9 @@ def shadowed_seconds(
     """
     remaining = stay_home(counts, experts)
     seconds = machine.rates.shadowed(remaining.sum(0), len(experts))
-    return seconds + (4 * machine.move_seconds(_remote(remaining)) if rule == "corrected" else 0.0)
+    if rule == "printed":
+        return seconds
+    return seconds + 4 * machine.move_seconds(_remote(remaining))
 
 
 def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
@@ -132,10 +137,11 @@ def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
             i.
     """
     remaining = counts.copy()
+    workers = np.arange(len(counts))
     for expert in experts:
         copies = remaining[:, expert].copy()
-        remaining[:, expert] -= copies
-        remaining[np.arange(len(remaining)), np.arange(len(remaining))] += copies
+        remaining[:, expert] = 0
+        remaining[workers, workers] += copies  # the diagonal: copies that stay at home
     return remaining
 
 

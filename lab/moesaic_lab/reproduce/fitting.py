@@ -1,6 +1,8 @@
 """Fit every constant to its cells: functions that reproduce the committed values.
 
-A fit reads no cells except those that its constants name.
+A fit reads no cells except those that its constants name. A cell is a published figure; a constant
+is a number that no paper prints and that is chosen so that simulated figures equal published ones.
+Several fits search over the logarithms of constants, which are above 0 and differ in magnitude.
 """
 
 from __future__ import annotations
@@ -60,18 +62,17 @@ def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
 
 
 def _parm_tflops(book: Book, cells: Named) -> float:
-    """Fit the rate of a GPU to the shares of communication."""
+    """Fit the rate of a GPU, in TFLOP/s, to the smallest and largest share of communication."""
 
     def error(rate: float) -> float:
         bed = Testbed(book.with_values({"parm.b.tflops": rate}), "b")
         cell_shares = [shares(bed.cell(32, 2, s, ("baseline",))) for s in (2, 4)]
-        least = min(cell_share[0] for cell_share in cell_shares)
-        most = max(cell_share[1] for cell_share in cell_shares)
+        least = min(smallest for smallest, _ in cell_shares)
+        most = max(largest for _, largest in cell_shares)
         return _squared(least, cells["parm.share.least"]) + _squared(most, cells["parm.share.most"])
 
-    return float(
-        minimize_scalar(error, bounds=(5.0, 20.0), method="bounded", options={"xatol": 1e-3}).x
-    )
+    fit = minimize_scalar(error, bounds=(5.0, 20.0), method="bounded", options={"xatol": 1e-3})
+    return float(fit.x)
 
 
 def _parm_top_k(book: Book, cells: Named) -> float:
@@ -79,34 +80,36 @@ def _parm_top_k(book: Book, cells: Named) -> float:
 
     def error(top_k: int) -> float:
         tried = book.with_values({"parm.top_k": float(top_k)})
-        tried = tried.with_values(
-            {"parm.b.tflops": _parm_tflops(tried, Named(tried, "parm.b.tflops"))}
-        )
-        beds = {name: Testbed(tried, name) for name in ("a", "b")}
-        return sum(
-            _squared(
-                mean_speedup(beds[name].cell(8, m, m, ("baseline", "s1")), "s1"),
-                cells[f"parm.s1.{name}8.m{m}s{m}"],
-            )
-            for name in ("a", "b")
-            for m in (2, 4)
-        )
+        tflops = _parm_tflops(tried, Named(tried, "parm.b.tflops"))
+        tried = tried.with_values({"parm.b.tflops": tflops})
+        errors = []
+        for name in ("a", "b"):
+            bed = Testbed(tried, name)
+            for size in (2, 4):  # m and s, which are equal in these cells
+                speedup = mean_speedup(bed.cell(8, size, size, ("baseline", "s1")), "s1")
+                errors.append(_squared(speedup, cells[f"parm.s1.{name}8.m{size}s{size}"]))
+        return sum(errors)
 
     return float(min((1, 2), key=error))
 
 
 def _schemoe_nic(book: Book, cells: Named) -> float:
-    """Fit the rate of a node's link to an all-to-all."""
-    leaves = 4 * _row_bytes() * (32 - 4) / 32
-    return leaves * 8 / (cells["schemoe.a2a.12"] * 1e-3 / (4 * 12)) / 1e9
+    """Fit the rate of a node's link, in Gbit/s, to an all-to-all: 12 layers with four each."""
+    # the rows of a node's four GPUs, without those for its own 4 of 32 GPUs
+    leaving_bytes = 4 * _row_bytes() * (32 - 4) / 32
+    return leaving_bytes * 8 / (cells["schemoe.a2a.12"] * 1e-3 / (4 * 12)) / 1e9
 
 
 def _schemoe_turn(book: Book, cells: Named) -> float:
-    """Fit the rate of messages in turn to an all-to-all."""
-    message = _row_bytes() / 32
-    inside = book.constant("parm.b.link") * 1e9 / 8
-    seconds = cells["schemoe.a2a.12"] * 1e-3 / (4 * 12) - 3 * message / inside - 109e-6
-    return 28 * message / seconds * 8 / 1e9
+    """Fit the rate of messages in turn, in Gbit/s, to an all-to-all.
+
+    A GPU sends 31 messages one after another: 3 inside its node and 28 to other nodes.
+    """
+    message_bytes = _row_bytes() / 32
+    inside_rate = book.constant("parm.b.link") * 1e9 / 8  # bytes per second
+    one_exchange = cells["schemoe.a2a.12"] * 1e-3 / (4 * 12)
+    seconds = one_exchange - 3 * message_bytes / inside_rate - 109e-6  # 109 us: a NIC's latency
+    return 28 * message_bytes / seconds * 8 / 1e9
 
 
 def _row_bytes() -> float:
@@ -120,12 +123,14 @@ def _ablation(plan: str) -> Callable[[Book], float]:
 
 
 def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
-    """Fit the milliseconds beside the MoE layer: per layer, and per step."""
-    layer = 1e3 * schemoe.ScheMoECluster(book).seconds("naive", schemoe.CT_MOE)
+    """Fit the milliseconds beside the MoE layer, per layer and per step, to steps of 12 and of 16
+    layers."""
+    moe = 1e3 * schemoe.ScheMoECluster(book).seconds("naive", schemoe.CT_MOE)
     shallow = cells["schemoe.step.tutel.12"]
     deep = cells["schemoe.step.tutel.16"]
-    per_layer = (deep - shallow) / 4 - layer
-    return per_layer, shallow - 12 * (layer + per_layer)
+    rest_per_layer = (deep - shallow) / 4 - moe
+    rest_per_step = shallow - 12 * (moe + rest_per_layer)
+    return rest_per_layer, rest_per_step
 
 
 def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
@@ -140,11 +145,13 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched")
 
     def errors(logs: np.ndarray) -> list[float]:
-        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        bed = _tutel_bed(book, names, logs)
         parts = tutel.breakdown(bed, 2048)
+        _, moving_16 = bed.parts_ms(tutel.big(16))
+        _, moving_256 = bed.parts_ms(tutel.big(256))
         ours = {
-            "tutel.a2a.16": bed.parts_ms(tutel.big(16))[1],
-            "tutel.a2a.256": bed.parts_ms(tutel.big(256))[1],
+            "tutel.a2a.16": moving_16,
+            "tutel.a2a.256": moving_256,
             "tutel.hier2d.2048": parts.kernels / parts.hier2d,
             "tutel.flexible.2048": parts.hier2d / parts.flexible,
         }
@@ -160,8 +167,9 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
-        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        bed = _tutel_bed(book, names, logs)
         ours = tutel.gains([bed.by_plan(layer) for layer in tutel.sweep(16)])
+        # gains in per cent as ratios of speeds
         return [
             math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"]))
             for name in ("hier2d1", "worst")
@@ -171,38 +179,52 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     return tuple(np.exp(fit.x).tolist())
 
 
+def _tutel_bed(book: Book, names: tuple[str, ...], logs: np.ndarray) -> tutel.TutelCluster:
+    """Return the cluster with other values of some constants, given by their logarithms."""
+    values = np.exp(logs).tolist()
+    constants = dict(zip(names, values))
+    return tutel.TutelCluster(book.with_values(constants))
+
+
 def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
-    """Return a function that fits the rate of the dense layers."""
+    """Return a function that fits the rate of the dense layers, in TFLOP/s, to the images per
+    second of training or inference."""
 
     def rate(book: Book, cells: Named) -> float:
-        dense = tutel.SWIN_BATCH * 2 * tutel.SWIN_DENSE * (3 if tutel.SWIN_TRAINS[name] else 1)
-        _, moe = tutel.swin_seconds(tutel.TutelCluster(book), 8, name)
-        return dense / (tutel.SWIN_BATCH / cells[f"tutel.swin.{name}.tutel.8"] - moe) / 1e12
+        flops = tutel.swin_dense_flops(name)
+        _, moe_seconds = tutel.swin_seconds(tutel.TutelCluster(book), 8, name)
+        batch_seconds = tutel.SWIN_BATCH / cells[f"tutel.swin.{name}.tutel.8"]
+        return flops / (batch_seconds - moe_seconds) / 1e12
 
     return rate
 
 
 def _netmoe_computing(book: Book, cells: Named) -> tuple[float, float]:
-    """Fit the rate of computation and the milliseconds of launches."""
+    """Fit the rate of computation, in TFLOP/s, and the milliseconds of launches, which do not
+    depend on the number of samples."""
     few = cells["netmoe.compute.2"]
     many = cells["netmoe.compute.16"]
 
-    def slope(tried: Book) -> float:
+    def growth(tried: Book) -> float:
         bed = netmoe.NetMoECluster(tried)
-        return bed.table4_ms(16)[1] - bed.table4_ms(2)[1]
+        _, many_ms = bed.table4_ms(16)
+        _, few_ms = bed.table4_ms(2)
+        return many_ms - few_ms
 
-    rate = _solve(book, "netmoe.tflops", (10.0, 312.0), slope, many - few)
+    rate = _solve(book, "netmoe.tflops", (10.0, 312.0), growth, many - few)
     bed = netmoe.NetMoECluster(book.with_values({"netmoe.tflops": rate, "netmoe.launch": 0.0}))
-    return rate, few - bed.table4_ms(2)[1]
+    _, few_ms = bed.table4_ms(2)
+    return rate, few - few_ms
 
 
 def _netmoe_concentration(book: Book, cells: Named) -> float:
     """Fit the concentration of samples to the bytes saved."""
 
-    def change(log: float) -> float:
-        return 100 * (netmoe.placed(16, math.exp(log)).inter - 1) - cells["netmoe.change.16.S"]
+    def error(log: float) -> float:
+        change = 100 * (netmoe.placed(16, math.exp(log)).inter - 1)
+        return change - cells["netmoe.change.16.S"]
 
-    return math.exp(float(brentq(change, math.log(0.2), math.log(200.0), xtol=1e-4)))
+    return math.exp(float(brentq(error, math.log(0.2), math.log(200.0), xtol=1e-4)))
 
 
 def _solve(
@@ -214,14 +236,16 @@ def _solve(
 ) -> float:
     """Return the value of a constant at which a simulated figure equals `target`, or the nearest
     bound if there is none."""
-    low, high = (simulate(book.with_values({name: value})) - target for value in bounds)
-    if low * high > 0:
-        return bounds[0] if abs(low) < abs(high) else bounds[1]
 
     def error(value: float) -> float:
         return simulate(book.with_values({name: value})) - target
 
-    return float(brentq(error, *bounds, rtol=1e-4))
+    low, high = bounds
+    error_at_low = error(low)
+    error_at_high = error(high)
+    if error_at_low * error_at_high > 0:  # no value between them solves it
+        return low if abs(error_at_low) < abs(error_at_high) else high
+    return float(brentq(error, low, high, rtol=1e-4))
 
 
 def _solved(

@@ -85,15 +85,17 @@ def before_mib(devices: int, dim: int) -> tuple[float, float]:
     layer = workload(devices, dim)
     compiled = compile_plan(Plan(), grid)
     sizes = sizes_of(compiled.forward, layer, grid)
-    names = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
+    row_slots = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
     stage = {task.name: task.stage for task in compiled.forward.tasks}
     inside = 0
     across = 0
-    for moved in traffic(compiled.forward, sizes, grid.node_of):
-        if moved.kind is Kind.ROWS and stage[moved.task] is Stage.DISPATCH and moved.task in names:
-            num_bytes = moved.num_bytes(dim, layer.element_bytes)
-            inside = inside + num_bytes[0]
-            across = across + num_bytes[1]
+    for sent in traffic(compiled.forward, sizes, grid.node_of):
+        # a task that writes rows has the name of their slot
+        writes_rows = sent.kind is Kind.ROWS and sent.task in row_slots
+        if writes_rows and stage[sent.task] is Stage.DISPATCH:
+            inside_bytes, across_bytes = sent.num_bytes(dim, layer.element_bytes)
+            inside += inside_bytes
+            across += across_bytes
     return inside / MIB, across / MIB
 
 
@@ -108,28 +110,24 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     """
     grid = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE)
     node = np.arange(devices) // PER_NODE
-    of_sample = replace(workload(devices, 1), tokens=LENGTH)
-    ratios = []
+    samples = devices * SAMPLES
+    sample = replace(workload(devices, 1), tokens=LENGTH)
+    per_expert = concentration / sample.num_experts
+    effects = []
     for draw in range(draws):
+        # the copies of each sample for each expert of this layer and of the next
         here, following = (
-            dirichlet_counts(
-                devices * SAMPLES,
-                of_sample,
-                concentration=concentration / of_sample.num_experts,
-                seed=2 * draw + at,
-            )
-            for at in range(2)
+            dirichlet_counts(samples, sample, concentration=per_expert, seed=2 * draw + layer)
+            for layer in range(2)
         )
         load = SampleLoad(grid, Homes.start(devices, SAMPLES), here, following)
         homes = TwoStage(least_gain=0.0).decide(load)
         old = load.volume(load.homes)
         new = load.volume(homes)
-        moved = load.homes.moved(homes, node), load.homes.moved(homes)
-        samples = devices * SAMPLES
-        ratios.append(
-            (new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples)
-        )
-    return PlacedSamples(*np.mean(ratios, axis=0).tolist())
+        moved_nodes = load.homes.moved(homes, node) / samples
+        moved_devices = load.homes.moved(homes) / samples
+        effects.append((new.intra / old.intra, new.inter / old.inter, moved_nodes, moved_devices))
+    return PlacedSamples(*np.mean(effects, axis=0).tolist())
 
 
 def step_gains(
@@ -163,19 +161,22 @@ def step_gains(
         for number in range(JOURNEY)
     ]
     spec = NetMoECluster(book, nodes, per_node).spec
-    plain = Costs(setting, spec)
-    step = WholeStep(f"netmoe-gpt-{model.lower()}", spec, setting.grid, layer.num_experts, SAMPLES)
-    around = step.around_seconds(*plain.even())
-    layers = step.model.moe_layers / JOURNEY
-    journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
-    seconds = {"fastmoe": plain.plain(counts)[0]}
-    seconds["smartmoe"] = seconds["fastmoe"]
+    costs = Costs(setting, spec)
+
+    # seconds of the layers of a journey, by system
+    plain_seconds, _, _ = costs.plain(counts)
+    seconds = {"fastmoe": plain_seconds, "smartmoe": plain_seconds}
     if "fastermoe" in systems:
-        seconds["fastermoe"] = Costs(setting, spec, Plan(peer_groups=max(devices // 4, 1))).plain(
-            counts
-        )[0]
-    netmoe = around + layers * plain.placed(journey)[0]
-    return {system: (around + layers * seconds[system]) / netmoe for system in systems}
+        smart = Plan(peer_groups=max(devices // 4, 1))
+        seconds["fastermoe"], _, _ = Costs(setting, spec, smart).plain(counts)
+    journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
+    placed_seconds, _, _ = costs.placed(journey)
+
+    step = WholeStep(f"netmoe-gpt-{model.lower()}", spec, setting.grid, layer.num_experts, SAMPLES)
+    around = step.around_seconds(*costs.even())  # outside the MoE layers
+    journeys = step.model.moe_layers / JOURNEY
+    netmoe = around + journeys * placed_seconds
+    return {system: (around + journeys * seconds[system]) / netmoe for system in systems}
 
 
 class NetMoECluster:
@@ -212,14 +213,15 @@ class NetMoECluster:
         compiled = compile_plan(Plan(), grid)
         layer = workload(16, MODELS["S"], samples)
         run = Simulator(self.spec).run(compiled.forward, layer, grid)
-        rows = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
+        row_slots = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
+        sent = row_slots - {"rows"}  # "rows" is filled on the token's own rank
         spans = run.timeline.spans
         scatter = sum(
-            s.end - s.start
-            for s in spans
-            if s.stage is Stage.DISPATCH and s.task in rows - {"rows"}
+            span.end - span.start
+            for span in spans
+            if span.stage is Stage.DISPATCH and span.task in sent
         )
-        computing = sum(s.end - s.start for s in spans if s.stage is Stage.EXPERT)
+        computing = sum(span.end - span.start for span in spans if span.stage is Stage.EXPERT)
         return 1e3 * scatter, 1e3 * computing + self.book.constant("netmoe.launch")
 
 
@@ -233,33 +235,32 @@ def reproduce(book: Book) -> Reproduction:
     after = {
         devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)
     }
-    for devices, mean in after.items():
+    for devices, effect in after.items():
         for model, dim in MODELS.items():
             intra, inter = before_mib(devices, dim)
             figures[f"netmoe.before.intra.{devices}.{model}"] = intra
             figures[f"netmoe.before.inter.{devices}.{model}"] = inter
-            figures[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
-            figures[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
+            figures[f"netmoe.after.intra.{devices}.{model}"] = intra * effect.intra
+            figures[f"netmoe.change.{devices}.{model}"] = 100 * (effect.inter - 1)
         for model in ("S", "M", "L") if devices == 16 else ("S",):
-            figures[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
-            figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
+            figures[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * effect.moved_nodes
+            figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * effect.moved_devices
+
     bed = NetMoECluster(book)
     for samples in (2, 4, 8, 16, 24):
-        figures[f"netmoe.scatter.{samples}"], figures[f"netmoe.compute.{samples}"] = bed.table4_ms(
-            samples
-        )
+        scatter, computing = bed.table4_ms(samples)
+        figures[f"netmoe.scatter.{samples}"] = scatter
+        figures[f"netmoe.compute.{samples}"] = computing
+
     gains = [step_gains(book, model, 4, PER_NODE) for model in MODELS]
-    figures |= {
-        f"netmoe.speedup.{system}": max(model_gains[system] for model_gains in gains)
-        for system in gains[0]
-    }
+    for system in gains[0]:
+        best = max(model_gains[system] for model_gains in gains)
+        figures[f"netmoe.speedup.{system}"] = best
     for nodes, per_node in SWEEP:
-        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(
-            book, "S", nodes, per_node, ("fastmoe",)
-        )["fastmoe"]
-    return book.reproduction(
-        "netmoe", book.rows(figures), _findings(book, after), _charts(book, after)
-    )
+        sweep_gains = step_gains(book, "S", nodes, per_node, ("fastmoe",))
+        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = sweep_gains["fastmoe"]
+    findings = _findings(book, after)
+    return book.reproduction("netmoe", book.rows(figures), findings, _charts(book, after))
 
 
 def after_points(reproduction: Reproduction) -> float:
@@ -287,30 +288,27 @@ def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding
 
 
 def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
-    """Return the charts of the paper."""
+    """Return the charts of the paper, for the effect of placement by number of devices."""
     cases: dict[str, tuple[float | None, float]] = {}
     for devices, model in itertools.product((16, 32), MODELS):
-        paper = book.cells[f"netmoe.change.{devices}.{model}"].value
-        cases[f"{devices}\n{model}"] = (
-            None if paper is None else -paper,
-            100 * (1 - after[devices].inter),
-        )
+        change = book.cells[f"netmoe.change.{devices}.{model}"].value
+        published_saving = None if change is None else -change
+        saving = 100 * (1 - after[devices].inter)
+        cases[f"{devices}\n{model}"] = (published_saving, saving)
+
     concentrations = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-    curves = tuple(
-        (
-            f"{devices} devices",
-            concentrations,
-            tuple(100 * (1 - placed(devices, c, draws=4).inter) for c in concentrations),
-        )
-        for devices in (16, 32)
-    )
+    curves = []
+    for devices in (16, 32):
+        effects = [placed(devices, value, draws=4) for value in concentrations]
+        savings = tuple(100 * (1 - effect.inter) for effect in effects)
+        curves.append((f"{devices} devices", concentrations, savings))
     return (
         paper_bars("saved between nodes", "devices and model", "%", cases),
         Chart(
             "saved between nodes, by how alike samples are",
             "concentration",
             "%",
-            curves,
+            tuple(curves),
             log_x=True,
         ),
     )

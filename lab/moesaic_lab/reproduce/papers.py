@@ -48,66 +48,62 @@ def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
         book: the cells and constants.
     """
 
-    def of(paper: str) -> Reproduction:
-        return some(
-            [reproduction for reproduction in reproductions if reproduction.paper == paper], paper
-        )[0]
+    def result_of(paper: str) -> Reproduction:
+        found = [reproduction for reproduction in reproductions if reproduction.paper == paper]
+        return some(found, paper)[0]
 
-    def ordered() -> float:
-        right, known = parm.order(book, of("parm").rows)
+    def order_share() -> float:
+        right, known = parm.order(book, result_of("parm").rows)
         return right / known
 
     def median(paper: str) -> float:
-        return of(paper).median_error
+        return result_of(paper).median_error
 
     def worst(paper: str) -> float:
-        return max(of(paper).errors())
+        return max(result_of(paper).errors())
 
     def off(cell: str) -> float:
-        return gain_off(figure(cell))
+        paper, _, _ = cell.partition(".")
+        by_cell = {row.cell.name: row for row in result_of(paper).rows}
+        return gain_off(by_cell[cell])
 
-    def figure(name: str) -> Row:
-        return next(row for row in of(name.split(".")[0]).rows if row.cell.name == name)
+    def after_points() -> float:
+        return netmoe.after_points(result_of("netmoe"))
 
-    return [
-        *(
-            claimed(f"reproduce.{paper}.error", partial(median, paper), TARGETS[paper])
-            for paper in REPRODUCTIONS
-        ),
-        *(
-            claimed(f"reproduce.{paper}.worst", partial(worst, paper), WORST)
-            for paper in REPRODUCTIONS
-        ),
-        *(
-            claimed(f"reproduce.{paper}.headline", partial(off, HEADLINES[paper]), HEADLINE_OFF)
-            for paper in REPRODUCTIONS
-        ),
-        *(
-            Claim(name=name, value=None, target=HEADLINE_OFF, reason="not here")
-            if each.why
-            else claimed(name, partial(off, each.cell), HEADLINE_OFF)
-            for paper in REPRODUCTIONS
-            for each in book.headlines(paper)
-            for name in [f"papers.{each.cell}"]
-        ),
-        claimed("reproduce.parm.order", ordered, 0.75, ">="),
-        claimed(
-            "reproduce.netmoe.after_points",
-            lambda: netmoe.after_points(of("netmoe")),
-            5.0,
-            unit="points",
-        ),
-    ]
+    all_claims = []
+    for paper in REPRODUCTIONS:
+        error = partial(median, paper)
+        all_claims.append(claimed(f"reproduce.{paper}.error", error, TARGETS[paper]))
+    for paper in REPRODUCTIONS:
+        all_claims.append(claimed(f"reproduce.{paper}.worst", partial(worst, paper), WORST))
+    for paper in REPRODUCTIONS:
+        headline_off = partial(off, HEADLINES[paper])
+        all_claims.append(claimed(f"reproduce.{paper}.headline", headline_off, HEADLINE_OFF))
+    for paper in REPRODUCTIONS:
+        for headline in book.headlines(paper):
+            name = f"papers.{headline.cell}"
+            if headline.why:
+                claim = Claim(name=name, value=None, target=HEADLINE_OFF, reason="not here")
+            else:
+                claim = claimed(name, partial(off, headline.cell), HEADLINE_OFF)
+            all_claims.append(claim)
+    all_claims.append(claimed("reproduce.parm.order", order_share, 0.75, ">="))
+    name = "reproduce.netmoe.after_points"
+    all_claims.append(claimed(name, after_points, 5.0, unit="points"))
+    return all_claims
 
 
 def gain_off(row: Row) -> float:
     """Return the difference of a simulated gain from the published one, as a share of the published
     one."""
     assert row.cell.value is not None
-    ours, published = (
-        each / 100 if row.cell.unit == "gain %" else each - 1 for each in (row.ours, row.cell.value)
-    )
-    return abs(ours / published - 1)
+    if row.cell.unit == "gain %":
+        our_gain = row.ours / 100
+        published_gain = row.cell.value / 100
+    else:  # a ratio of speeds
+        our_gain = row.ours - 1
+        published_gain = row.cell.value - 1
+    return abs(our_gain / published_gain - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +127,9 @@ class PapersMeasured(Measurement):
             }
             for reproduction in reproductions
         }
-        rows = [
-            _row(reproduction.paper, row)
-            for reproduction in reproductions
-            for row in reproduction.rows
-        ]
+        rows = []
+        for reproduction in reproductions:
+            rows += [_row(reproduction.paper, row) for row in reproduction.rows]
         return cls(
             rows=rows,
             claims=claims(reproductions, book),

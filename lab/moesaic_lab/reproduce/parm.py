@@ -3,7 +3,8 @@ simulator.
 
 Pan et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
 fit into memory. The speed-up of a layer is the baseline's time over the schedule's, forward and
-backward passes together.
+backward passes together. In the paper's notation, m is the number of ranks of a tensor-parallel
+group, and s the number of shards of an expert; a cell of Table IV has one testbed, m and s.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class ParmTimes:
     """Seconds of the forward and backward passes, by schedule."""
     compute: Mapping[str, float]
     """Seconds that the busiest rank computes in them, by schedule."""
+
+    @property
+    def best_speedup(self) -> float:
+        """The speed-up of the faster one of S1 and S2."""
+        return max(self.speedup("s1"), self.speedup("s2"))
 
     def speedup(self, schedule: str) -> float:
         """Return the time of the baseline over that of a schedule."""
@@ -141,16 +147,11 @@ class Testbed:
         plan = self.runs.compiled(PLANS["baseline"], grid)
         volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
         activations, buffers = layer_memory(plan.forward, plan.backward, volumes)
-        weights = (
-            workload.num_experts
-            / grid.ep
-            * workload.matrices
-            * workload.dim
-            * workload.hidden
-            / grid.etp
-        )
-        total = activations + buffers + 2 * weights * workload.element_bytes
-        return total / GIB + RESERVE_GIB <= self.cluster.device.memory_gib
+        experts_per_rank = workload.num_experts / grid.ep
+        weights = experts_per_rank * workload.matrices * workload.dim * workload.hidden / grid.etp
+        weight_bytes = weights * workload.element_bytes
+        total_bytes = activations + buffers + 2 * weight_bytes  # with gradients
+        return total_bytes / GIB + RESERVE_GIB <= self.cluster.device.memory_gib
 
 
 def testbed(book: Book, name: str) -> ClusterSpec:
@@ -173,13 +174,12 @@ def testbed(book: Book, name: str) -> ClusterSpec:
 
 def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
     """Yield the different ones of a cell's 162 layers, each with the number of identical layers."""
-    tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
-    for (size, count), dim, hidden, factor in itertools.product(
-        sorted(tokens.items()), WIDTHS, WIDTHS, FACTORS
-    ):
-        yield (
-            Workload(
-                tokens=size,
+    # several batch sizes and lengths have the same product
+    count_by_tokens = Counter(batch * length for batch in BATCHES for length in LENGTHS)
+    for tokens, count in sorted(count_by_tokens.items()):
+        for dim, hidden, factor in itertools.product(WIDTHS, WIDTHS, FACTORS):
+            layer = Workload(
+                tokens=tokens,
                 num_experts=world // s,
                 top_k=top_k,
                 dim=dim * s,
@@ -187,19 +187,15 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
                 matrices=2,
                 dtype="fp32",
                 capacity_factor=factor,
-            ),
-            count,
-        )
+            )
+            yield layer, count
 
 
 def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
     """Return the average speed-up of a schedule over the baseline, with equal weight for every
     layer of the sweep."""
-    return float(
-        np.average(
-            [each.speedup(schedule) for each in times], weights=[each.count for each in times]
-        )
-    )
+    speedups = [each.speedup(schedule) for each in times]
+    return float(np.average(speedups, weights=[each.count for each in times]))
 
 
 def saa_gain(times: Sequence[ParmTimes]) -> float:
@@ -250,18 +246,26 @@ class ParmChoices:
     """Number of layers."""
 
 
+Key = tuple[str, int, int, int]
+"""(testbed, GPUs, m, s): names a cell of Table IV."""
+Cells = Mapping[Key, list[ParmTimes]]
+"""Times of the layers of the sweep, by cell."""
+Chosen = Mapping[Key, Mapping[str, ParmChoices]]
+"""What Algorithm 1 chooses, by cell and by rule, a key of `RULES`."""
+BEST: Key = ("b", 32, 4, 4)
+"""The cell with the largest speed-ups."""
+
+
 def reproduce(book: Book) -> Reproduction:
     """Simulate the sweep and the training steps, and compare them with the paper's figures."""
     beds = {name: Testbed(book, name) for name in ("a", "b")}
-    cells = {
-        (name, world, m, s): beds[name].cell(world, m, s)
-        for name, world in COLUMNS
-        for m, s in SIZES
-    }
-    chosen = {
-        key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES}
-        for key, times in cells.items()
-    }
+    cells = {}
+    chosen = {}
+    for name, world in COLUMNS:
+        for m, s in SIZES:
+            key = (name, world, m, s)
+            cells[key] = beds[name].cell(world, m, s)
+            chosen[key] = {rule: _choose(beds[name], key, cells[key], rule) for rule in RULES}
     figures = {
         **_figures_of_sweep(cells, chosen),
         **_figures_of_bed(beds["a"], 8, cells),
@@ -272,15 +276,7 @@ def reproduce(book: Book) -> Reproduction:
     return book.reproduction("parm", rows, findings, _charts(rows, cells[BEST]))
 
 
-Cells = Mapping[tuple[str, int, int, int], list[ParmTimes]]
-"""(testbed, GPUs, m, s) -> times of the layers of the sweep."""
-BEST = ("b", 32, 4, 4)
-"""The cell with the largest speed-ups."""
-
-
-def _figures_of_sweep(
-    cells: Cells, chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]]
-) -> dict[str, float]:
+def _figures_of_sweep(cells: Cells, chosen: Chosen) -> dict[str, float]:
     """Return the figures of the sweep over layers, by name."""
     figures: dict[str, float] = {}
     for (name, world, m, s), times in cells.items():
@@ -288,21 +284,28 @@ def _figures_of_sweep(
         for schedule in ("s1", "s2"):
             figures[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
         figures[f"parm.chosen.{case}"] = chosen[name, world, m, s]["corrected"].speedup
-    wide = [shares(times) for (_, world, _, _), times in cells.items() if world == 32]
-    figures["parm.share.least"] = min(least for least, _ in wide)
-    figures["parm.share.most"] = max(most for _, most in wide)
+    cell_shares = [shares(times) for (_, world, _, _), times in cells.items() if world == 32]
+    figures["parm.share.least"] = min(least for least, _ in cell_shares)
+    figures["parm.share.most"] = max(most for _, most in cell_shares)
     best = cells[BEST]
-    above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
-    figures["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
-    runnable = sum(each.count for times in cells.values() for each in times)
-    figures["parm.sweep.runnable"] = float(runnable)
+    above = sum(each.count for each in best if each.best_speedup > 4)
+    figures["parm.histogram.above4"] = 100 * above / _num_layers(best)
+    figures["parm.sweep.runnable"] = float(sum(_num_layers(times) for times in cells.values()))
     return figures
+
+
+def _num_layers(times: Sequence[ParmTimes]) -> int:
+    """Return the number of layers of a cell, identical ones included."""
+    return sum(each.count for each in times)
 
 
 def _figures_of_bed(bed: Testbed, world: int, cells: Cells) -> dict[str, float]:
     """Return the figures of a testbed with `world` GPUs, by name."""
-    of_bed = [each for (name, *_), times in cells.items() if name == bed.name for each in times]
-    figures = {f"parm.saa.{bed.name}": saa_gain(of_bed)}
+    bed_times: list[ParmTimes] = []
+    for (name, *_), times in cells.items():
+        if name == bed.name:
+            bed_times += times
+    figures = {f"parm.saa.{bed.name}": saa_gain(bed_times)}
     for model in MODELS:
         steps = bed.steps_ms(model, world)
         figures[f"parm.step.{model}.{bed.name}.baseline"] = steps["baseline"]
@@ -318,19 +321,19 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
     known = 0
     for name, world in COLUMNS:
         for m, s in SIZES:
-            one, two = (f"parm.{schedule}.{name}{world}.m{m}s{s}" for schedule in ("s1", "s2"))
-            first = book.cells[one].value
-            second = book.cells[two].value
-            if first is not None and second is not None:
+            s1 = f"parm.s1.{name}{world}.m{m}s{s}"
+            s2 = f"parm.s2.{name}{world}.m{m}s{s}"
+            published_s1 = book.cells[s1].value
+            published_s2 = book.cells[s2].value
+            if published_s1 is not None and published_s2 is not None:
                 known += 1
-                right += (ours[one] > ours[two]) == (first > second)
+                if (ours[s1] > ours[s2]) == (published_s1 > published_s2):
+                    right += 1
     return right, known
 
 
-def _choose(
-    bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str
-) -> ParmChoices:
-    """Return what a rule chooses for the layers of a cell."""
+def _choose(bed: Testbed, key: Key, times: list[ParmTimes], rule: str) -> ParmChoices:
+    """Return what a rule, a key of `RULES`, chooses for the layers of a cell."""
     _, world, m, s = key
     costs = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
     right = 0
@@ -339,18 +342,16 @@ def _choose(
     for layer in times:
         picked = RULES[rule](costs, layer.workload, m, s)
         best = _faster(layer)
-        right += layer.count * (picked == best)
+        if picked == best:
+            right += layer.count
         regret += layer.count * (layer.seconds[picked] / layer.seconds[best] - 1)
         speedups += layer.count * layer.speedup(picked)
-    total = sum(layer.count for layer in times)
+    total = _num_layers(times)
     return ParmChoices(speedups / total, right, regret / total, total)
 
 
 def _findings(
-    book: Book,
-    rows: tuple[Row, ...],
-    chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]],
-    cells: Mapping[tuple[str, int, int, int], list[ParmTimes]],
+    book: Book, rows: tuple[Row, ...], chosen: Chosen, cells: Cells
 ) -> Iterator[PaperFinding]:
     """Yield the findings about the paper's statements."""
     right, known = order(book, rows)
@@ -361,9 +362,9 @@ def _findings(
     )
     for rule in RULES:
         choices = [by_rule[rule] for by_rule in chosen.values()]
-        right = sum(c.right for c in choices)
-        total = sum(c.of for c in choices)
-        lost = sum(c.regret * c.of for c in choices) / total
+        right = sum(choice.right for choice in choices)
+        total = sum(choice.of for choice in choices)
+        lost = sum(choice.regret * choice.of for choice in choices) / total
         yield PaperFinding(
             f"Algorithm 1 as {rule} picks the faster schedule",
             (
@@ -371,7 +372,11 @@ def _findings(
                 "longer than the best"
             ),
         )
-    one_sided = sum(len({_faster(layer) for layer in times}) == 1 for times in cells.values())
+    one_sided = 0
+    for times in cells.values():
+        faster_schedules = {_faster(layer) for layer in times}
+        if len(faster_schedules) == 1:
+            one_sided += 1
     yield PaperFinding(
         (
             "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in "
@@ -387,22 +392,20 @@ def _faster(times: ParmTimes) -> str:
 
 
 def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
-    """Return the charts of the paper."""
-    of = {row.cell.name: (row.cell.value, row.ours) for row in rows}
+    """Return the charts of the paper; `best` holds the times of the cell with the largest
+    speed-ups."""
+    figures = {row.cell.name: (row.cell.value, row.ours) for row in rows}
     cases = [f"{name}{world}.m{m}s{s}" for name, world in COLUMNS for m, s in SIZES]
-    by_schedule = [
-        paper_bars(
-            f"{schedule} over the baseline",
-            "testbed, GPUs, m and s",
-            "speed-up",
-            {case.replace(".", "\n"): of[f"parm.{schedule}.{case}"] for case in cases},
-        )
-        for schedule in ("s1", "s2", "chosen")
-    ]
-    values = [
-        max(each.speedup("s1"), each.speedup("s2")) for each in best for _ in range(each.count)
-    ]
-    heights, edges = np.histogram(values, bins=np.arange(2.0, 8.25, 0.25))
+    by_schedule = []
+    for schedule in ("s1", "s2", "chosen"):
+        bars = {case.replace(".", "\n"): figures[f"parm.{schedule}.{case}"] for case in cases}
+        title = f"{schedule} over the baseline"
+        by_schedule.append(paper_bars(title, "testbed, GPUs, m and s", "speed-up", bars))
+
+    speedups: list[float] = []
+    for each in best:
+        speedups += [each.best_speedup] * each.count
+    heights, edges = np.histogram(speedups, bins=np.arange(2.0, 8.25, 0.25))
     histogram = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
     title = "the better of S1 and S2, 32 GPUs, m = s = 4"
     return (*by_schedule, Chart(title, "speed-up over the baseline", "layers", histogram))

@@ -95,8 +95,10 @@ class Publication:
     @property
     def short(self) -> str:
         """The citation in a text, e.g. "Pan et al., INFOCOM 2024"."""
-        first = self.authors.split(",")[0].split(" et al.")[0].split()[-1]
-        return f"{first} et al., {self.venue} {self.year}"
+        first_author, _, _ = self.authors.partition(",")
+        full_name, _, _ = first_author.partition(" et al.")
+        surname = full_name.split()[-1]
+        return f"{surname} et al., {self.venue} {self.year}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,19 +179,15 @@ def paper_bars(
         y_title: title of the axis with the values, unit included.
         cases: (the paper's figure, our figure) by label.
     """
-    known = [
-        (float(place), paper)
-        for place, (paper, _) in enumerate(cases.values())
-        if paper is not None
-    ]
-    series = (
-        ("paper", tuple(x for x, _ in known), tuple(y for _, y in known)),
-        (
-            "simulated",
-            tuple(map(float, range(len(cases)))),
-            tuple(ours for _, ours in cases.values()),
-        ),
-    )
+    paper_x = []
+    paper_y = []
+    for index, (published, _) in enumerate(cases.values()):
+        if published is not None:
+            paper_x.append(float(index))
+            paper_y.append(published)
+    our_x = tuple(float(index) for index in range(len(cases)))
+    our_y = tuple(ours for _, ours in cases.values())
+    series = (("paper", tuple(paper_x), tuple(paper_y)), ("simulated", our_x, our_y))
     return Chart(title, x_title, y_title, series, tuple(cases))
 
 
@@ -216,14 +214,14 @@ class Reproduction:
                 relative.
             prefix: only cells with names that start with this.
         """
-        return [
-            row.cell.error(row.ours)
-            for row in self.rows
-            if row.role == "validation"
-            and not row.cell.derived
-            and row.cell.name.startswith(prefix)
-            if (row.cell.unit != "points" if unit is None else row.cell.unit == unit)
-        ]
+        errors = []
+        for row in self.rows:
+            cell = row.cell
+            has_unit = cell.unit != "points" if unit is None else cell.unit == unit
+            counts = row.role == "validation" and not cell.derived
+            if counts and has_unit and cell.name.startswith(prefix):
+                errors.append(cell.error(row.ours))
+        return errors
 
     @property
     def median_error(self) -> float:
@@ -285,7 +283,8 @@ class Book:
                 return figures[name]
             if is_ours and name not in ours:
                 raise InputError(f"figure {name}: was not simulated: name one of its paper")
-            return format(ours[name] if is_ours else self.value(name), form or "g")
+            value = ours[name] if is_ours else self.value(name)
+            return format(value, form or "g")
 
         return PLACEHOLDER.sub(number, text)
 
@@ -304,7 +303,7 @@ class Book:
         Raises:
             InputError: if the cell is unknown or kept back.
         """
-        known = self.cells.get(name) or self.quotes.get(name)
+        known = self.cells.get(name, self.quotes.get(name))
         if known is None or known.value is None:
             raise InputError(
                 f"cell {name}: there is no such printed figure: see the quotes.toml of its paper "
@@ -327,9 +326,8 @@ class Book:
     def role(self, name: str) -> Role:
         """Return the role of rows with a cell."""
         cell = self.cells[name]
-        if name in self.used or any(
-            other in self.used for other in cell.derived if cell.value is not None
-        ):
+        follows_from_fit = any(other in self.used for other in cell.derived)
+        if name in self.used or (follows_from_fit and cell.value is not None):
             return "fit"
         if cell.not_printed:
             return "no prediction"
@@ -383,36 +381,54 @@ class Book:
 
 def read_book() -> Book:
     """Return the published figures and constants that come with the package."""
-    quoted = {paper: _table(f"{paper}/quotes") for paper in PAPERS}
+    tables = {paper: _table(f"{paper}/quotes") for paper in PAPERS}
     about = {paper: _table(f"{paper}/words") for paper in PAPERS}
     cells: dict[str, PublishedCell] = {}
     quotes: dict[str, PublishedCell] = {}
-    for paper, table in quoted.items():
+    for paper, table in tables.items():
         notes = about[paper].get("notes", {})
-        for into, key in ((cells, "group"), (quotes, "quote")):
-            for group in table.get(key, ()):
-                for name, value in group["cells"].items():
-                    assert name not in {**cells, **quotes}, f"{name} stands twice"
-                    into[name] = PublishedCell(
-                        name=name,
-                        value=None if value == "." else float(value),
-                        unit=group["unit"],
-                        place=group["place"],
-                        what=group["what"],
-                        derived=tuple(table.get("derived", {}).get(name, ())),
-                        not_printed=group.get("not_printed", ""),
-                        arithmetic=group.get("arithmetic", False),
-                        note=notes.get(name, ""),
-                    )
+        for key, known in (("group", cells), ("quote", quotes)):
+            found = _cells_of(table, key, notes)
+            repeated = found.keys() & {**cells, **quotes}.keys()
+            assert not repeated, f"{repeated} stand twice"
+            known.update(found)
     constants = {
         entry["name"]: Constant(**{**entry, "cells": tuple(entry["cells"])})
         for entry in _table("constants")["constant"]
     }
     keys = ("title", "authors", "venue", "year")
     publications = {
-        paper: Publication(**{key: table[key] for key in keys}) for paper, table in quoted.items()
+        paper: Publication(**{key: table[key] for key in keys}) for paper, table in tables.items()
     }
     return Book(cells, constants, about, quotes, publications)
+
+
+def _cells_of(
+    table: Mapping[str, Any], key: str, notes: Mapping[str, str]
+) -> dict[str, PublishedCell]:
+    """Return the cells of a paper's table of figures by name.
+
+    Args:
+        table: the table: groups of cells that share unit, place and description.
+        key: the key of the groups: "group" for figures that are simulated, "quote" for others.
+        notes: remarks by cell.
+    """
+    cells: dict[str, PublishedCell] = {}
+    for group in table.get(key, ()):
+        for name, value in group["cells"].items():
+            assert name not in cells, f"{name} stands twice"
+            cells[name] = PublishedCell(
+                name=name,
+                value=None if value == "." else float(value),
+                unit=group["unit"],
+                place=group["place"],
+                what=group["what"],
+                derived=tuple(table.get("derived", {}).get(name, ())),
+                not_printed=group.get("not_printed", ""),
+                arithmetic=group.get("arithmetic", False),
+                note=notes.get(name, ""),
+            )
+    return cells
 
 
 def page_of(paper: str) -> str:
@@ -422,8 +438,8 @@ def page_of(paper: str) -> str:
 
 
 def _table(name: str) -> dict[str, Any]:
-    """Read a table of published figures or of words."""
-    with resources.as_file(
-        resources.files("moesaic_lab.reproduce").joinpath("data", *f"{name}.toml".split("/"))
-    ) as path:
+    """Read a table of published figures or of words, by its path in the folder of data."""
+    parts = f"{name}.toml".split("/")
+    resource = resources.files("moesaic_lab.reproduce").joinpath("data", *parts)
+    with resources.as_file(resource) as path:
         return read_table(path)

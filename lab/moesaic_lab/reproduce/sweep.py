@@ -5,6 +5,9 @@ Under even routing, the messages of a movement are the same for every layer on a
 their bytes. A message occupies a link for a start-up time plus bytes over rate, which is linear in
 the bytes. Two layers therefore determine all others. A sweep of a thousand layers costs little more
 than laying out its tasks in time.
+
+A piece is the rows that one rank contributes for one expert, of one chunk. A movement is the
+messages of one task. Slots, layouts and hops are those of `program/task.py`.
 """
 
 from __future__ import annotations
@@ -72,22 +75,24 @@ class _Family:
         self.second = second
         self.pieces = pieces
         self.rows: dict[Layout, np.ndarray] = {}
+        """Rows of the first layer, by layout."""
         self.experts: dict[Layout, np.ndarray] = {}
+        """Rows per expert of the first layer, by layout."""
         self._lines: dict[tuple[object, ...], list[_Line]] = {}
 
     def lines(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[_Line]:
         """Return the movements of a move or hop task, as lines over the bytes of a piece."""
         source, move = ends_of(task, slots)
-        key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
+        algorithm = task.link if task.op is Op.HOP else ""
+        key = (source.kind, move, codec, algorithm, task.hop)
         if key not in self._lines:
-            movements = [
-                volumes.movements(task, slots, codec) for volumes in (self.first, self.second)
-            ]
             sizes = [
                 row_bytes(source, codec, piece.of(source.layout), self.first.layer)
                 for piece in self.pieces
             ]
-            self._lines[key] = [_line(one, two, sizes) for one, two in zip(*movements)]
+            first = self.first.movements(task, slots, codec)
+            second = self.second.movements(task, slots, codec)
+            self._lines[key] = [_line(one, two, sizes) for one, two in zip(first, second)]
         return self._lines[key]
 
 
@@ -138,13 +143,14 @@ class Scaled(AbstractVolumes):
         return self._family.first.hop_rows(hop) * self._times(hop.move.source)
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        source = ends_of(task, slots)[0]
+        source, _ = ends_of(task, slots)
         num_bytes = row_bytes(source, codec, self._piece.of(source.layout), self.layer)
         return [line.at(num_bytes) for line in self._family.lines(task, slots, codec)]
 
     def _times(self, layout: Layout) -> float:
         """Return a layer's amount in a layout over that of the family's first layer."""
-        return self._piece.of(layout) / (self._family.pieces[0].of(layout) or 1.0)
+        first_piece, _ = self._family.pieces
+        return self._piece.of(layout) / (first_piece.of(layout) or 1.0)
 
 
 class SweptLayers(AbstractEvenLayers):
@@ -163,8 +169,8 @@ class SweptLayers(AbstractEvenLayers):
         """Return the rows and messages of a program under even routing."""
         chunks = chunks_of(program)
         redundant = program.is_redundant
-        apart = any(slot.layout.step is not None for slot in program.slots)
-        key = (grid, workload.num_experts, chunks, redundant, apart)
+        has_steps = any(slot.layout.step is not None for slot in program.slots)
+        key = (grid, workload.num_experts, chunks, redundant, has_steps)
         if key not in self._families:
             layers = [
                 Workload(
@@ -172,9 +178,9 @@ class SweptLayers(AbstractEvenLayers):
                 )
                 for size in (_REFERENCE, 2 * _REFERENCE)
             ]
-            one, two = (self._even.volumes(program, layer, grid) for layer in layers)
-            pieces = [piece_rows(layer, grid, chunks, redundant) for layer in layers]
-            self._families[key] = _Family(one, two, (pieces[0], pieces[1]))
+            first, second = (self._even.volumes(program, layer, grid) for layer in layers)
+            one, two = (piece_rows(layer, grid, chunks, redundant) for layer in layers)
+            self._families[key] = _Family(first, second, (one, two))
         return Scaled(self._families[key], workload, piece_rows(workload, grid, chunks, redundant))
 
 
@@ -216,14 +222,16 @@ class SweptRuns:
 
 
 def _without_gates(program: Program) -> Program:
-    """Return a program without the tasks that move routing weights; it can only be timed, not
-    run."""
+    """Return a program without the tasks that move routing weights (`Kind.LANE`, a number per row);
+    it can only be timed, not run."""
     kinds = {slot.name: slot.kind for slot in program.slots}
-    tasks = [
-        task
-        for task in program.tasks
-        if any(kinds[n] is not Kind.LANE for n in (task.of[1:] if task.of else task.writes))
-    ]
+    tasks = []
+    for task in program.tasks:
+        results = task.writes
+        if task.of is not None:  # a part of a movement, into the movement's target
+            results = (task.of[1],)
+        if any(kinds[name] is not Kind.LANE for name in results):
+            tasks.append(task)
     return replace(program, tasks=tuple(tasks))
 
 
@@ -233,9 +241,11 @@ def sweep_simulator(cluster: ClusterSpec) -> Simulator:
 
 
 def _line(one: Movement, two: Movement, sizes: list[float]) -> _Line:
-    """Return the line through two movements with the same messages."""
-    step = sizes[1] - sizes[0]
-    slope = (
-        (two.load.seconds - one.load.seconds) / step if step else np.zeros(len(one.load.seconds))
-    )
-    return _Line(one, one.load.seconds - slope * sizes[0], slope)
+    """Return the line through two movements with the same messages, whose pieces have these sizes
+    in bytes."""
+    first_size, second_size = sizes
+    step = second_size - first_size
+    slope = np.zeros(len(one.load.seconds))
+    if step:
+        slope = (two.load.seconds - one.load.seconds) / step
+    return _Line(one, one.load.seconds - slope * first_size, slope)

@@ -4,6 +4,9 @@ layer.
 Hwang et al. (MLSys 2023), on nodes of eight A100 with one port of 200 Gb/s per GPU. Gates and
 Fairseq's dispatch by masks are not part of the programs. Their times come from formulas: products,
 plus the bytes that PyTorch's operations read and write, counted in the sources of both systems.
+
+2DH is the two-dimensional hierarchical all-to-all ("hier2d" of our plans); r says how an expert in
+several shards runs (`R`). A degree of pipelining is the number of chunks of a layer.
 """
 
 from __future__ import annotations
@@ -124,8 +127,10 @@ class TutelCluster:
                 all-to-all) or message by message.
         """
         rows = None if flexible else layer.rows_per_message
-        by_expert = plan.all_to_all == "linear" and plan.chunks > 1
-        key = (layer.gpus, rows, max(1, round(layer.experts_per_gpu)) if by_expert else 1)
+        messages_per_peer = 1
+        if plan.all_to_all == "linear" and plan.chunks > 1:
+            messages_per_peer = max(1, round(layer.experts_per_gpu))
+        key = (layer.gpus, rows, messages_per_peer)  # the arguments of `cluster`
         if key not in self._runs:
             self._runs[key] = SweptRuns(cluster(self.book, *key), sends_gates=False)
         return self._runs[key].run(plan, layer.grid, layer.workload)
@@ -146,11 +151,8 @@ class TutelCluster:
         folds all dimensions except the last.
         """
         gate = self.gate_seconds(layer, trains=trains, passes=FAIRSEQ_GATE)
-        return (
-            gate
-            + self.einsum_seconds(layer, trains=trains)
-            + self._moves_seconds(Plan(), layer, flexible=True, trains=trains)
-        )
+        masks = self.einsum_seconds(layer, trains=trains)
+        return gate + masks + self._moves_seconds(Plan(), layer, flexible=True, trains=trains)
 
     def _moves_seconds(
         self, plan: Plan, layer: TutelLayer, *, flexible: bool, trains: bool
@@ -187,14 +189,10 @@ class TutelCluster:
         no gradient, and combine has two (fairseq's `moe_layer.py` and `top2gate.py`). A product
         takes 2 * tokens * copies * dim operations.
         """
-        elements = layer.tokens * layer.workload.copies
-        products = (
-            (5 if trains else 2)
-            * 2.0
-            * elements
-            * layer.dim
-            / (self.book.constant("tutel.einsum") * 1e12)
-        )
+        elements = layer.tokens * layer.workload.copies  # of a mask
+        rate = self.book.constant("tutel.einsum") * 1e12
+        num_products = 5 if trains else 2
+        products = num_products * 2.0 * elements * layer.dim / rate
         return products + elements * _bytes_of(FAIRSEQ_MASKS, layer.top_k, trains) / self._memory
 
     def gate_seconds(
@@ -204,19 +202,21 @@ class TutelCluster:
 
         The product (tokens, dim) x (dim, experts) takes place once forward and twice backward.
         """
-        elements = layer.tokens * layer.workload.num_experts
-        operations = 2.0 * elements * layer.dim / (self.book.constant("tutel.tflops") * 1e12)
-        product = max(operations, 2.0 * (layer.tokens * layer.dim + elements) / self._memory)
-        return (3 if trains else 1) * product + elements * _bytes_of(
-            passes, layer.top_k, trains
-        ) / self._memory
+        elements = layer.tokens * layer.workload.num_experts  # of the logits
+        rate = self.book.constant("tutel.tflops") * 1e12
+        computing = 2.0 * elements * layer.dim / rate
+        moving = 2.0 * (layer.tokens * layer.dim + elements) / self._memory
+        product = max(computing, moving)
+        num_products = 3 if trains else 1
+        num_bytes = elements * _bytes_of(passes, layer.top_k, trains)
+        return num_products * product + num_bytes / self._memory
 
 
 def _bytes_of(passes: Passes, top_k: int, trains: bool) -> int:
     """Return the bytes of the passes over memory, for one element."""
     first, others = passes
     forward, backward = (one + (top_k - 1) * more for one, more in zip(first, others))
-    return forward + (backward if trains else 0)
+    return forward + backward if trains else forward
 
 
 def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1) -> ClusterSpec:
@@ -244,10 +244,9 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
     nvlink = replace(nvlink, message_us=per_peer * nvlink.message_us)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
-        whole = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))
-        share = float(
-            np.interp(np.log(rows), np.log([8.0, 1024.0]), [book.constant("tutel.batched"), whole])
-        )
+        share_of_1024 = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))
+        ends = [book.constant("tutel.batched"), share_of_1024]
+        share = float(np.interp(np.log(rows), np.log([8.0, 1024.0]), ends))
         device = replace(device, gemm_rows=(1.0,), gemm_share=(share,))
     return replace(
         spec,
@@ -287,24 +286,33 @@ def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]
             experts_per_gpu=SWIN_EXPERTS / gpus,
             top_k=1,
         )
-        copied = replace(layer, is_cut=False)  # Fairseq's experts cannot be cut
-        fairseq += count * bed.fairseq_seconds(copied, trains=trains)
-        gathered = (0, 1) if layer.grid.etp > 1 else ()
-        by_r = [bed.seconds(Plan(gather_weights=r), layer, trains=trains) for r in gathered]
-        tutel += count * min(*bed.by_plan(layer, trains=trains).values(), *by_r)
+        replicated = replace(layer, is_cut=False)  # Fairseq's experts cannot be cut
+        fairseq += count * bed.fairseq_seconds(replicated, trains=trains)
+        seconds = list(bed.by_plan(layer, trains=trains).values())
+        if layer.grid.etp > 1:
+            for r in (0, 1):
+                seconds.append(bed.seconds(Plan(gather_weights=r), layer, trains=trains))
+        tutel += count * min(seconds)
     return fairseq, tutel
+
+
+def swin_dense_flops(name: str) -> float:
+    """Return the operations of SwinV2-MoE-B's dense part for a batch, three times as many in
+    training; `name` is a key of `SWIN_TRAINS`."""
+    passes = 3 if SWIN_TRAINS[name] else 1
+    return SWIN_BATCH * 2 * SWIN_DENSE * passes
 
 
 def swin_pictures(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
     """Return SwinV2-MoE-B's images per second and GPU, with Fairseq's layers and with Tutel's.
 
-    The dense part takes its operations, three times as many in training, over a fitted rate. The
-    arguments are those of `swin_seconds`.
+    The dense part takes its operations over a fitted rate. The arguments are those of
+    `swin_seconds`.
     """
-    dense = SWIN_BATCH * 2 * SWIN_DENSE * (3 if SWIN_TRAINS[name] else 1)
     rate = bed.book.constant(f"tutel.swin.{name}") * 1e12
-    fairseq, tutel = (SWIN_BATCH / (dense / rate + moe) for moe in swin_seconds(bed, gpus, name))
-    return fairseq, tutel
+    dense_seconds = swin_dense_flops(name) / rate
+    fairseq, tutel = swin_seconds(bed, gpus, name)
+    return SWIN_BATCH / (dense_seconds + fairseq), SWIN_BATCH / (dense_seconds + tutel)
 
 
 def big(gpus: int) -> TutelLayer:
@@ -332,6 +340,10 @@ def sweep(gpus: int) -> Iterator[TutelLayer]:
 
 ByPlan = Mapping[tuple[AllToAll, int], float]
 """Seconds of a layer by (all-to-all, degree of pipelining)."""
+ByR = dict[float, dict[int, float]]
+"""Seconds of a layer by capacity factor and r."""
+Exchanged = Mapping[tuple[AllToAll, int, int], float]
+"""Seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
 
 
 def gains(times: Sequence[ByPlan]) -> dict[str, float]:
@@ -343,13 +355,14 @@ def gains(times: Sequence[ByPlan]) -> dict[str, float]:
     Args:
         times: seconds of the layers of a sweep.
     """
-    over = {
-        "linear1": [each["linear", 1] / min(each.values()) for each in times],
-        "hier2d1": [each["hier2d", 1] / min(each.values()) for each in times],
+    linear1 = [by_plan["linear", 1] / min(by_plan.values()) for by_plan in times]
+    hier2d1 = [by_plan["hier2d", 1] / min(by_plan.values()) for by_plan in times]
+    linear8 = [by_plan["linear", 8] / min(by_plan.values()) for by_plan in times]
+    return {
+        "linear1": 100 * (float(np.mean(linear1)) - 1),
+        "hier2d1": 100 * (float(np.mean(hier2d1)) - 1),
+        "worst": 100 * (max(linear8) - 1),
     }
-    percentages = {name: 100 * (float(np.mean(values)) - 1) for name, values in over.items()}
-    percentages["worst"] = 100 * (max(each["linear", 8] / min(each.values()) for each in times) - 1)
-    return percentages
 
 
 @dataclass(frozen=True)
@@ -405,20 +418,23 @@ def reproduce(book: Book) -> Reproduction:
     figures |= _against_fairseq(bed)
     sweeps = {gpus: [bed.by_plan(layer) for layer in sweep(gpus)] for gpus in SIZES}
     for gpus, times in sweeps.items():
-        figures |= {
-            f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(times).items()
-        }
+        for name, gain in gains(times).items():
+            figures[f"tutel.pipelining.{name}.{gpus}"] = gain
     for factor in (4, 8):
-        figures[f"tutel.pipelining.f{factor}"] = max(
-            _over_degree_1(bed, gpus, float(factor)) for gpus in SIZES
-        )
-    maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
-    gaps = [100 * abs(times[1] / times[4] - 1) for of in maps.values() for times in of.values()]
+        factor_gains = [_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES]
+        figures[f"tutel.pipelining.f{factor}"] = max(factor_gains)
+
+    maps = {"base": by_r(bed, BASE), "large": by_r(bed, LARGE)}
+    gaps = []
+    best_gains = []
+    for by_factor in maps.values():
+        for seconds in by_factor.values():  # by r
+            gaps.append(100 * abs(seconds[1] / seconds[4] - 1))
+            best_gains.append(max(seconds.values()) / min(seconds.values()))
     figures["tutel.r.gap.least"] = min(gaps)
     figures["tutel.r.gap.most"] = max(gaps)
-    spread = [max(of.values()) / min(of.values()) for each in maps.values() for of in each.values()]
-    figures["tutel.r.gain.least"] = min(spread)
-    figures["tutel.r.gain.most"] = max(spread)
+    figures["tutel.r.gain.least"] = min(best_gains)
+    figures["tutel.r.gain.most"] = max(best_gains)
     for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
         fairseq, tutel = swin_pictures(bed, gpus, name)
         figures[f"tutel.swin.{name}.fairseq.{gpus}"] = fairseq
@@ -434,9 +450,9 @@ BYTES = (2**20, 2**25, 2**28)
 """GPUs and bytes per GPU of the all-to-alls alone, as in the paper's figures 16 and 18."""
 
 
-def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
+def exchanges(book: Book) -> Exchanged:
     """Return the seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
-    found: dict[tuple[AllToAll, int, int], float] = {}
+    seconds: dict[tuple[AllToAll, int, int], float] = {}
     for gpus, size in itertools.product(WORLDS, BYTES):
         spec = cluster(book, gpus)
         grid = Grid(world=gpus, ep=gpus, ranks_per_node=PER_NODE)
@@ -444,23 +460,27 @@ def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
             tokens=gpus,
             num_experts=gpus,
             top_k=1,
-            dim=size // gpus // 2,
+            dim=size // gpus // 2,  # one row of 2-byte numbers for each other GPU
             hidden=1,
             matrices=2,
             dtype="fp16",
         )
-        found |= {
-            (name, gpus, size): exchange_seconds(spec, name, rows, grid) for name in ALGORITHMS
-        }
-    return found
+        for algorithm in ALGORITHMS:
+            seconds[algorithm, gpus, size] = exchange_seconds(spec, algorithm, rows, grid)
+    return seconds
 
 
 def _exchange_findings(
-    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Exchanged
 ) -> Iterator[PaperFinding]:
-    """Yield the findings about all-to-alls and pipelining."""
+    """Yield the findings about all-to-alls and pipelining.
+
+    Args:
+        sweeps: seconds of the layers of the sweep, by number of GPUs.
+        exchanged: seconds of one all-to-all, as `exchanges` returns them.
+    """
     for gpus in (SIZES[0], SIZES[-1]):
-        best = Counter(min(times, key=lambda plan: times[plan]) for times in sweeps[gpus])
+        best = _best_plans(sweeps[gpus])
         words = ", ".join(
             f"{name} {degree}: {count}" for (name, degree), count in best.most_common()
         )
@@ -478,52 +498,51 @@ def _exchange_findings(
         )
 
 
+def _best_plans(times: Sequence[ByPlan]) -> Counter[tuple[AllToAll, int]]:
+    """Return for how many layers of a sweep each plan is the fastest."""
+    return Counter(min(by_plan, key=lambda plan: by_plan[plan]) for by_plan in times)
+
+
 def _exchange_charts(
-    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Exchanged
 ) -> Iterator[Chart]:
-    """Yield the charts about all-to-alls and pipelining."""
+    """Yield the charts about all-to-alls and pipelining; the arguments are those of
+    `_exchange_findings`."""
     plans = tuple(itertools.product(ALGORITHMS, DEGREES))
-    places = tuple(map(float, range(len(plans))))
-    best = {
-        gpus: Counter(min(of, key=lambda plan: of[plan]) for of in times)
-        for gpus, times in sweeps.items()
-    }
-    counts = tuple(
-        (f"{gpus} GPUs", places, tuple(float(best[gpus][plan]) for plan in plans)) for gpus in SIZES
-    )
+    places = tuple(float(index) for index in range(len(plans)))
+    counts = []
+    for gpus in SIZES:
+        best = _best_plans(sweeps[gpus])
+        num_layers = tuple(float(best[plan]) for plan in plans)
+        counts.append((f"{gpus} GPUs", places, num_layers))
     labels = tuple(f"{name}\n{degree}" for name, degree in plans)
     yield Chart(
         "figure 5: layers of which a plan is the best",
         "all-to-all and degree",
         "layers",
-        counts,
+        tuple(counts),
         labels,
     )
-    sizes = tuple(map(float, BYTES))
-    rates = tuple(
-        (
-            f"{gpus} GPUs",
-            sizes,
-            tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES),
-        )
-        for gpus in WORLDS
-    )
+
+    sizes = tuple(float(size) for size in BYTES)
+    rates = []
+    for gpus in WORLDS:
+        gigabytes = tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES)
+        rates.append((f"{gpus} GPUs", sizes, gigabytes))
     title = "figure 16: rate of the linear all-to-all"
-    yield Chart(title, "bytes per GPU", "GB/s per GPU", rates, log_x=True, log_y=True)
-    worlds = tuple(map(float, WORLDS))
-    lines = tuple(
-        (
-            f"{name}, {size >> 20} MiB",
-            worlds,
-            tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS),
-        )
-        for name in ALGORITHMS
-        for size in BYTES
-    )
-    yield Chart("figure 18: one all-to-all", "GPUs", "milliseconds", lines, log_x=True, log_y=True)
+    yield Chart(title, "bytes per GPU", "GB/s per GPU", tuple(rates), log_x=True, log_y=True)
+
+    worlds = tuple(float(gpus) for gpus in WORLDS)
+    lines = []
+    for name in ALGORITHMS:
+        for size in BYTES:
+            milliseconds = tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS)
+            lines.append((f"{name}, {size >> 20} MiB", worlds, milliseconds))
+    title = "figure 18: one all-to-all"
+    yield Chart(title, "GPUs", "milliseconds", tuple(lines), log_x=True, log_y=True)
 
 
-def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
+def by_r(bed: TutelCluster, layer: TutelLayer) -> ByR:
     """Return the seconds of a layer, forward and backward, by capacity factor and r."""
     return {
         factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R}
@@ -550,49 +569,47 @@ def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
 def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
     """Return the gain in per cent of the best degree over degree 1, each with its best
     all-to-all."""
-    times = bed.by_plan(TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
-    whole = min(times[algorithm, 1] for algorithm in ALGORITHMS)
-    return 100 * (whole / min(times.values()) - 1)
+    layer = TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor)
+    times = bed.by_plan(layer)
+    degree_1 = min(times[algorithm, 1] for algorithm in ALGORITHMS)
+    return 100 * (degree_1 / min(times.values()) - 1)
 
 
-def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperFinding]:
-    """Yield the findings about the best r."""
-    for name, of in maps.items():
-        best = [min(times, key=lambda r: times[r]) for times in of.values()]
+def _findings(maps: dict[str, ByR]) -> Iterator[PaperFinding]:
+    """Yield the findings about the best r, from seconds by layer, capacity factor f and r."""
+    for name, by_factor in maps.items():
+        best = [min(times, key=lambda r: times[r]) for times in by_factor.values()]
         yield PaperFinding(
             f"the best r falls as f rises ({name}: E 16, D 2048, 64 GPUs)",
-            ", ".join(f"f {factor:g}: r = {r}" for factor, r in zip(of, best)),
-            all(a >= b for a, b in itertools.pairwise(best)),
+            ", ".join(f"f {factor:g}: r = {r}" for factor, r in zip(by_factor, best)),
+            best == sorted(best, reverse=True),
         )
 
 
-def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[Chart]:
-    """Yield the charts about the best r."""
-    for name, of in maps.items():
-        by_r = tuple(
-            (f"r = {r}", tuple(of), tuple(1e3 * times[r] for times in of.values())) for r in R
-        )
-        yield Chart(
-            f"r, {name} setting", "capacity factor", "milliseconds", by_r, log_x=True, log_y=True
-        )
-    gpus = tuple(map(float, SIZES))
-    lines = tuple(
-        (
-            f"{algorithm}, degree {degree}",
-            gpus,
-            tuple(
-                1e3 * bed.seconds(Plan(all_to_all=algorithm, chunks=degree), single(size))
-                for size in SIZES
-            ),
-        )
-        for algorithm in ALGORITHMS
-        for degree in (1, 4)
-    )
+def _charts(bed: TutelCluster, maps: dict[str, ByR]) -> Iterator[Chart]:
+    """Yield the charts about the best r, from seconds by layer, capacity factor and r, and about
+    the layer that is compared with Fairseq's."""
+    for name, by_factor in maps.items():
+        factors = tuple(by_factor)
+        curves = []
+        for r in R:
+            milliseconds = tuple(1e3 * times[r] for times in by_factor.values())
+            curves.append((f"r = {r}", factors, milliseconds))
+        title = f"r, {name} setting"
+        unit = "milliseconds"
+        yield Chart(title, "capacity factor", unit, tuple(curves), log_x=True, log_y=True)
+
+    gpus = tuple(float(size) for size in SIZES)
+    lines = []
+    for algorithm, degree in itertools.product(ALGORITHMS, (1, 4)):
+        plan = Plan(all_to_all=algorithm, chunks=degree)
+        milliseconds = tuple(1e3 * bed.seconds(plan, single(size)) for size in SIZES)
+        lines.append((f"{algorithm}, degree {degree}", gpus, milliseconds))
     yield Chart(
         "layer of 16,384 tokens, D = H = 2048",
         "GPUs",
         "milliseconds",
-        lines,
+        tuple(lines),
         log_x=True,
         log_y=True,
     )
