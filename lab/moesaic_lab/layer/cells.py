@@ -1,5 +1,9 @@
 """The jobs of each part of the benchmark: meshes, plans, and the plans they are compared with. Jobs
-are sent to the ranks."""
+are sent to the ranks.
+
+A mesh has the axes tp (tensor parallelism), ep (experts are split over it) and etp (each expert is
+split over it); the ranks along the innermost axis are neighbours, inside nodes first.
+"""
 
 from __future__ import annotations
 
@@ -118,15 +122,16 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
                 ranks_per_node=part.ranks_per_node,
             )
             methods, same = distinct(singles(grid))
-            names = {same.get(name, name) for name in COMPETE} & set(methods)
-            predicted = {name: seconds_of(methods[name]) for name in names}
+            compete = {same.get(name, name) for name in COMPETE} & set(methods)
+            predicted = {name: seconds_of(methods[name]) for name in compete}
+
+            # the search also tries plans that differ from all methods and look no slower
             others = {described(compiled.plan): compiled for compiled in searched(grid)}
-            new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
-            promising = most_promising(
-                {n: (seconds_of(plan), plan) for n, plan in new.items()},
-                part,
-                min(predicted.values()),
-            )
+            different, _ = distinct(methods | others)
+            simulated = {
+                name: (seconds_of(plan), plan) for name, plan in others.items() if name in different
+            }
+            promising = most_promising(simulated, part, min(predicted.values()))
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
                 label=f"tp {tp}, etp {etp}{where}",
@@ -135,7 +140,7 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
                 methods=methods,
                 candidates=promising,
                 same=same,
-                compete=tuple(sorted(names, key=lambda name: predicted[name])),
+                compete=tuple(sorted(compete, key=lambda name: predicted[name])),
                 margin=part.margin,
                 trial_repeats=part.trial_repeats,
                 reference=BEST,
@@ -157,7 +162,8 @@ def most_promising(
 
 
 def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
-    """Yield a job for each capacity factor, whose methods are the values of r."""
+    """Yield a job for each capacity factor, whose methods are the values of r
+    (`Plan.gather_weights`): 0 and the divisors of etp, where r = etp gathers nothing."""
     grid = Grid(
         world=part.world,
         ep=part.world // part.etp,
