@@ -97,14 +97,10 @@ def fit(
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         tried = make(cluster, np.exp(logs))
-        return np.array(
-            [
-                np.log(each.ratio)
-                for each in entries(tried)
-                if each.machine == cluster.name and each.fitted
-            ]
-        )
+        counted = [each for each in entries(tried) if each.machine == cluster.name and each.fitted]
+        return np.array([np.log(each.ratio) for each in counted])
 
+    # the solver varies logarithms, so a share of at most 1 is at most 0
     upper = [0.0 if each <= 1 else np.inf for each in start]
     solution = least_squares(
         residuals,
