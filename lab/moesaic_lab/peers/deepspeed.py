@@ -64,11 +64,12 @@ class DeepSpeedLayer(nn.Module):
         experts_per_rank = layer.num_experts // exchange.world
         first = exchange.rank * experts_per_rank
         moe = self.layer.deepspeed_moe
+        own_experts = moe.experts.deepspeed_experts[:experts_per_rank]
         with torch.no_grad():
             moe.gate.wg.weight.copy_(router.weight)
-            for number, expert in enumerate(moe.experts.deepspeed_experts[:experts_per_rank]):
+            for number, expert in enumerate(own_experts, start=first):
                 for name in ("w1", "w3", "w2"):
-                    getattr(expert, name).copy_(getattr(experts, name)[first + number])
+                    getattr(expert, name).copy_(getattr(experts, name)[number])
         if not self.is_own:
             del moe.experts.deepspeed_experts[experts_per_rank:]
             moe.experts.num_local_experts = experts_per_rank

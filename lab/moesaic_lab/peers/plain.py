@@ -48,9 +48,11 @@ class PlainExpertParallel(nn.Module):
         scores = self.router.scores(x_TD, None, None)
         choice = self.router.choose(scores, self.top_k, None, None)
         weight_TK = self.router.weigh(scores, choice, self.top_k).view(-1, self.top_k)
+
         # rows in the order of their experts, so of the experts' ranks too
         order = choice.expert.argsort(stable=True)
         rows = x_TD.index_select(0, choice.token[order])
+
         # every rank tells each other one how many rows it sends to each of its experts
         world = self.exchange.world
         counts = torch.bincount(choice.expert, minlength=self.num_experts)
@@ -58,9 +60,11 @@ class PlainExpertParallel(nn.Module):
         received = self.exchange.move(counts, of_each_rank, of_each_rank).view(world, -1)
         sends = counts.view(world, -1).sum(1).tolist()
         receives = received.sum(1).tolist()
+
         # dispatch, experts, combine
         arrived = self.exchange(rows, sends, receives)
-        out = self.exchange(self._run_experts(arrived, received), receives, sends)
+        results = self._run_experts(arrived, received)
+        out = self.exchange(results, receives, sends)
         results_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
         y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), results_TKD).squeeze(1)
         return y_TD.view(x.shape)
@@ -73,13 +77,13 @@ class PlainExpertParallel(nn.Module):
             rows: (R, dim) received rows.
             counts: (world, experts of this rank) int64, number of rows by source and expert.
         """
-        of_source = torch.arange(counts.shape[1]).repeat(len(counts))
-        expert = of_source.repeat_interleave(counts.view(-1), output_size=len(rows))
+        # the local expert of each (source, expert), then of each row
+        expert_of_count = torch.arange(counts.shape[1]).repeat(len(counts))
+        expert = expert_of_count.repeat_interleave(counts.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
         ends = counts.sum(0).cumsum(0).to(torch.int32)
-        out = self.experts.compute(
-            ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends)
-        )
+        sorted_rows = rows.index_select(0, order)
+        out = self.experts.compute(ExpertCall(*self.experts.weights(), sorted_rows, None, ends))
         return out.index_select(0, _inverse(order))
 
 
