@@ -297,10 +297,14 @@ def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
 def described(plan: Plan) -> str:
     """Return a plan in words: its schedule and all choices that are not the default."""
     words: list[str] = [plan.schedule]
-    words += [f"r={plan.gather_weights}"] if plan.gather_weights is not None else []
-    words += ["saa"] if plan.overlap_gather else []
-    words += [plan.all_to_all] if plan.all_to_all != "linear" else []
-    words += [f"{plan.chunks} chunks"] if plan.chunks > 1 else []
+    if plan.gather_weights is not None:
+        words.append(f"r={plan.gather_weights}")
+    if plan.overlap_gather:
+        words.append("saa")
+    if plan.all_to_all != "linear":
+        words.append(plan.all_to_all)
+    if plan.chunks > 1:
+        words.append(f"{plan.chunks} chunks")
     return ", ".join(words)
 
 
