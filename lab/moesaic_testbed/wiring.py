@@ -4,9 +4,10 @@ Every node and the switch are network namespaces. A cable is a veth pair; each o
 the packets that it sends to the cable's rate. The switch is a router, so no bridge module is
 needed.
 
-Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach
-the rate, a larger burst would let short messages through without delay, and a shorter queue would
-drop packets.
+Rates are kept by htb, a queueing discipline of Linux that `tc` sets up for a device; the device
+"lo" has the traffic inside a node. Packets are capped at 16 KiB and queues hold 32 MiB. Packets
+larger than the burst would not reach the rate, a larger burst would let short messages through
+without delay, and a shorter queue would drop packets.
 
 A namespace is called by its name here: "root", the switch, or "node0", "node1" and so on. An end of
 a cable is (name of its namespace, device, address).

@@ -8,6 +8,10 @@ machine, with several ranks on a core; ratios are what carries over. Loads are b
 turn, plans switched between steps. bound: bytes over rate on the slowest link, forward plus
 backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the median's 95
 % interval over 30 pairs.
+
+Terms: a method is a plan that was timed; a plan that does the same on a mesh as a method is not
+timed again (`LayerJob.same`). Some jobs search: after a trial of all plans they choose the best. r,
+of Tutel, is `Plan.gather_weights`; TED, S1 and S2 are schedules (`program/build/schedules.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from moesaic_lab.layer.ranks import LayerFound, Switch
 from moesaic_lab.measure import Ratio
 from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, table
+from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
 TITLES = {
@@ -85,14 +90,14 @@ class LayerCell(BedCell):
 
 def run(config: LayerBenchConfig, told: Told, keep: str | None) -> list[LayerCell]:
     """Measure all jobs of a configuration. This starts clusters, one after another."""
-    return on_beds(
-        jobs(config),
-        lambda job: job.place.bed,
-        lambda job: f"{job.section}: {job.label}",
-        measure,
-        told=told,
-        keep=keep,
-    )
+
+    def bed_of(job: LayerJob) -> Bed:
+        return job.place.bed
+
+    def in_words(job: LayerJob) -> str:
+        return f"{job.section}: {job.label}"
+
+    return on_beds(jobs(config), bed_of, in_words, measure, told=told, keep=keep)
 
 
 def measure(ranks: Cluster | KeptRanks, job: LayerJob) -> LayerCell:

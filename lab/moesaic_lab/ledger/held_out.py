@@ -206,13 +206,13 @@ Pair = tuple[PublishedStep, PublishedStep]
 def pairs(steps: Sequence[PublishedStep]) -> list[Pair]:
     """Return the pairs of different layouts in one setting whose published speeds are more than
     `APART` apart."""
-    return [
-        (one, other)
-        for one, other in itertools.combinations(steps, 2)
-        if one.setting == other.setting
-        and (one.system, one.layout) != (other.system, other.layout)
-        and abs(one.measured / other.measured - 1) > APART
-    ]
+    found = []
+    for one, other in itertools.combinations(steps, 2):
+        is_same_layout = one.system == other.system and one.layout == other.layout
+        is_apart = abs(one.measured / other.measured - 1) > APART
+        if one.setting == other.setting and not is_same_layout and is_apart:
+            found.append((one, other))
+    return found
 
 
 def ordered_right(steps: Sequence[PublishedStep]) -> dict[str, float]:

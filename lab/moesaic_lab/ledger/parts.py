@@ -195,8 +195,13 @@ def products() -> Iterator[Entry]:
     """Yield products of two matrices; no number of a preset was fitted to them."""
     for row in read_figures("products"):
         rates = rates_of(cluster_of(row["machine"]), "bf16")
-        m, n, k = (int(row[name]) for name in "mnk")
-        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
+        m = int(row["m"])
+        n = int(row["n"])
+        k = int(row["k"])
+        rows = np.array([float(m)])
+        flops_per_row = 2.0 * n * k
+        weight_bytes = 2.0 * n * k
+        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
         yield Entry(
             kind="products",
             what=f"{m:,} x {k:,} x {n:,}",
@@ -213,8 +218,13 @@ def narrow_products() -> Iterator[Entry]:
     the preset's interval."""
     for row in read_figures("narrow_products"):
         rates = rates_of(cluster_of(row["machine"]), "fp8")
-        m, n, k = (int(row[name]) for name in "mnk")
-        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
+        m = int(row["m"])
+        n = int(row["n"])
+        k = int(row["k"])
+        rows = np.array([float(m)])
+        flops_per_row = 2.0 * n * k
+        weight_bytes = 1.0 * n * k
+        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
         yield Entry(
             kind="products",
             what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}",

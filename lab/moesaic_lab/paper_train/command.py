@@ -105,9 +105,10 @@ def task_of(config: TrainConfig) -> TrainingTask:
 def run(arguments: Sequence[str]) -> int:
     """Train; returns the exit code."""
     words = list(arguments)
+    needs_no_preset = any(word in ("-h", "--help", "-H", "--config") for word in words)
     if words and not words[0].startswith("-"):
         words = ["--preset", *words]
-    elif not {"-h", "--help", "-H", "--config"} & set(words):
+    elif not needs_no_preset:
         raise InputError(
             f"name a preset: one of {', '.join(PRESETS)}; {COMMAND} --help lists all flags"
         )

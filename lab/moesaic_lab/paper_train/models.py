@@ -114,6 +114,16 @@ class PaperBlock(TransformerBlock):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
+        """Return the output, (batch, positions, dim), and the routing of an MoE layer.
+
+        Args:
+            x: (batch, positions, dim).
+            tokens: (batch, positions) ids, for routers that read them.
+            mask: (batch, positions) bool, False for padding.
+            cache: of the decoder's attention.
+            memory: the encoder's output, which a decoder's block attends to.
+            memory_mask: as `mask`, for the memory.
+        """
         if self.decodes:
             x = self.attend(x, cache)
         else:

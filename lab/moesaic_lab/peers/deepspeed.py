@@ -130,12 +130,13 @@ class _Exchanged(nn.Module):
         self.exchange = exchange
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Map (1, all experts, capacity, dim) to the same shape."""
         rows_ECD = inputs.squeeze(0)
-        even = (len(rows_ECD) // self.exchange.world,) * self.exchange.world
-        arrived = self.exchange(rows_ECD, even, even).view(
-            self.exchange.world, -1, *rows_ECD.shape[1:]
-        )
-        return self.exchange(self.experts(arrived).view_as(rows_ECD), even, even).unsqueeze(0)
+        world = self.exchange.world
+        even = (len(rows_ECD) // world,) * world  # as many experts on each rank
+        arrived = self.exchange(rows_ECD, even, even)
+        results = self.experts(arrived.view(world, -1, *rows_ECD.shape[1:]))
+        return self.exchange(results.view_as(rows_ECD), even, even).unsqueeze(0)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ class LAERLayout(AbstractReplicaPolicy):
     """A policy that chooses a new layout of the experts for every call."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the copies that are computed away from the homes of their experts."""
         ep = len(replica.origins)
         home = replica.load.home
         room = ROOM * (len(home) // ep)

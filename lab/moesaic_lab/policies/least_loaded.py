@@ -38,6 +38,7 @@ class LeastLoaded(AbstractReplicaPolicy):
         self.budget = budget
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the copies that are computed away from the homes of their experts."""
         mean = -(-int(replica.copies.sum()) // len(replica.origins))  # rounded up
         if self.budget is None:
             return overflow(replica, int(np.ceil(mean * self.limit)))

@@ -26,6 +26,7 @@ class LPLB(AbstractReplicaPolicy):
     the next node."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the copies that are computed away from the homes of their experts."""
         loads = replica.copies.sum(0)
         home = replica.load.home
         ep = len(replica.origins)
@@ -90,6 +91,7 @@ def least_busiest_flow(
     # load - flow out + flow in <= busiest, so - flow out + flow in - busiest <= - load.
     edges = np.arange(num_edges)
     ones = np.ones(num_edges)
+    # As a sparse matrix, (places, variables), by the values of its entries, their rows and columns:
     values = np.concatenate([-ones, ones, -np.ones(num_places)])
     row = np.concatenate([source, target, np.arange(num_places)])
     column = np.concatenate([edges, edges, np.full(num_places, num_edges)])

@@ -284,6 +284,7 @@ def dirichlet_capped(
     logs = np.log(random.standard_gamma(alpha + 1)) + np.log(random.random(alpha.shape)) / alpha
     is_capped = np.zeros(logs.shape, dtype=bool)
     shares = np.zeros(logs.shape)
+    # as in `capped`: the entries below the cap share what the capped ones leave
     for place in range(top_k):
         free_logs = np.where(is_capped, -np.inf, logs)
         parts = np.exp(free_logs - free_logs.max(axis=1, keepdims=True))

@@ -92,6 +92,7 @@ class TimedStep:
         for phase, start, end in zip(PHASES, marks, marks[1:]):
             self.seconds[phase].append(end - start)
         if self._exchange is not None:
+            # between marks 2 and 3 lies the reduction
             self.exchanging.append(self._exchange.seconds + marks[3] - marks[2])
         return float(loss.detach())
 
