@@ -137,5 +137,6 @@ def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), with_torch=sys.argv[3] == "torch")
+    _, line_text, parent_text, mode = sys.argv
+    main(int(line_text), int(parent_text), with_torch=mode == "torch")
     os._exit(0)  # skips the teardown of torch, which is slow

@@ -67,7 +67,8 @@ def blocks(page: str) -> list[Block]:
 
 def _left(lines: list[str]) -> str:
     """Return lines without their common indentation."""
-    least = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    indentations = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
+    least = min(indentations, default=0)
     return "\n".join(line[least:] for line in lines).strip("\n")
 
 

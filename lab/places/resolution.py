@@ -212,9 +212,14 @@ def ask_all(uv: Sequence[str], ground: Ground, python: str) -> list[Answer]:
     """Resolve every question for a Python on every system."""
     clone = ground.here("moesaic")
     questions = [*extras_of(clone), *set_ups(clone, python)]
-    asked = [(question, system) for question in questions for system in SYSTEMS]
+
+    def answer(pair: tuple[Question, str]) -> Answer:
+        question, system = pair
+        return ask(uv, ground, question, python, system)
+
+    pairs = [(question, system) for question in questions for system in SYSTEMS]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda each: ask(uv, ground, each[0], python, each[1]), asked))
+        return list(pool.map(answer, pairs))
 
 
 def summary(answers: Sequence[Answer]) -> tuple[str, str]:

@@ -39,7 +39,11 @@ def commands(page: str, section: str) -> list[tuple[str, ...]]:
 
 def install_line(readme: str) -> tuple[str, ...]:
     """Return README's line that installs, as words."""
-    (line,) = [words for words in commands(readme, "Install") if words[:2] == ("pip", "install")]
+    installing = []
+    for words in commands(readme, "Install"):
+        if words[:2] == ("pip", "install"):
+            installing.append(words)
+    (line,) = installing
     return line
 
 

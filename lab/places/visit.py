@@ -101,7 +101,8 @@ def try_out(place: Place, root: Path, commit: str, ground: Ground, folder: Path)
     """Run the steps of a place up to the first that fails; return its row."""
     log = folder / "log.txt"
     start = time.monotonic()
-    wrong = take(smoke.clone(root, commit, ground), outside(ground), place, log)
+    cloning = smoke.clone(root, commit, ground)
+    wrong = take(cloning, outside(ground), place, log)
     if not wrong:
         steps = steps_of(place, ground)
         ground.give()
@@ -161,7 +162,8 @@ def take(steps: Iterable[Step], ground: Ground, place: Place, log: Path) -> str:
 
 def resolve(place: Place, root: Path, commit: str, ground: Ground, folder: Path) -> list[Judged]:
     """Resolve for every Python and system; return a row for each Python."""
-    wrong = take(smoke.clone(root, commit, ground), outside(ground), place, folder / "log.txt")
+    cloning = smoke.clone(root, commit, ground)
+    wrong = take(cloning, outside(ground), place, folder / "log.txt")
     if wrong:
         step, reason = wrong.split(": ", 1)
         return [failed(place, step, reason)]

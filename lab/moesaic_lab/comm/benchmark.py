@@ -32,11 +32,16 @@ from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, byte_size, table
+from moesaic_testbed.bed import Bed
 
 DOMINATES = 2
 """The charge per message dominates if it is at least this many times the bytes of one of linear's
 messages."""
 FOUR_MIB_KIB = 4096
+
+
+Job = tuple[Sweep, int]
+"""A sweep and one of its sizes in KiB per rank; 0 for a dispatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +60,27 @@ def run(config: CommConfig, told: Told, keep: str | None) -> list[CommCell]:
         RuntimeError: a method delivers wrong rows.
     """
 
-    def measure(ranks: KeptRanks, job: tuple[Sweep, int]) -> CommCell:
+    def measure(ranks: KeptRanks, job: Job) -> CommCell:
         sweep, size_kib = job
         of_ranks = ranks.run(side.measure, sweep, size_kib, config)
         if sweep.kind == "dispatch":  # its size follows from its tokens
             size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
         return CommCell(sweep=sweep, size_kib=size_kib, **joined(of_ranks, sweep.bed))
 
-    def about(job: tuple[Sweep, int]) -> str:
+    def about(job: Job) -> str:
         sweep, size_kib = job
         size = f", {byte_size(1024 * size_kib)}" if size_kib else ""
         return f"{sweep.kind} on {sweep.label}{size}"
 
-    jobs: list[tuple[Sweep, int]] = []
+    def bed_of(job: Job) -> Bed:
+        sweep, _ = job
+        return sweep.bed
+
+    jobs: list[Job] = []
     for sweep in config.cells:
         sizes = (0,) if sweep.kind == "dispatch" else sweep.sizes_kib
         jobs += [(sweep, size_kib) for size_kib in sizes]
-    return on_beds(jobs, lambda job: job[0].bed, about, measure, told=told, keep=keep)
+    return on_beds(jobs, bed_of, about, measure, told=told, keep=keep)
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:

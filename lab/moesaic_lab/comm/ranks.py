@@ -77,8 +77,11 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
         torch_sent[TORCH] = [_planned(linear, dim)]
 
     transport = open_transport(name="sockets")
-    messages = {name: [_check(name, method, transport, dim)] for name, method in methods.items()}
-    runs = {name: _runner(method, transport) for name, method in methods.items()}
+    messages = {}
+    runs = {}
+    for name, method in methods.items():
+        messages[name] = [_check(name, method, transport, dim)]
+        runs[name] = _runner(method, transport)
     spans = in_turn(
         {**runs, **torch_runs}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup
     )

@@ -190,7 +190,9 @@ def bounded(cell: LayerCell, name: str, other: str) -> float:
 def fixed_over_adaptive(cells: Sequence[LayerCell]) -> float:
     """Return the total time with the best single r for all sizes and factors, over that with the
     best r for each of them."""
-    medians = [{name: timing.median for name, timing in cell.timings.items()} for cell in cells]
+    medians = []
+    for cell in cells:
+        medians.append({name: timing.median for name, timing in cell.timings.items()})
     fixed = min(sum(of_cell[name] for of_cell in medians) for name in medians[0])
     return fixed / sum(min(of_cell.values()) for of_cell in medians)
 
@@ -319,7 +321,9 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
 def _bars(title: str, cells: Sequence[LayerCell], label: Callable[[LayerCell], str]) -> Panel:
     """Return a panel with a bar per method in each cell; the plan that a search chose comes
     last."""
-    names = dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same))
+    names: list[str] = []
+    for cell in cells:
+        names += [*cell.job.methods, *cell.job.same]
     methods: dict[str, Callable[[Any], str]] = {
         name: lambda cell, name=name: cell.timed_as(name)  # type: ignore[misc]
         for name in names

@@ -157,7 +157,11 @@ def most_promising(
         part: has the number of plans to try, `trial_plans`.
         at_most: seconds; plans with a longer simulated step are omitted.
     """
-    ranked = sorted((seconds, name) for name, (seconds, _) in plans.items() if seconds <= at_most)
+    ranked = []
+    for name, (seconds, _) in plans.items():
+        if seconds <= at_most:
+            ranked.append((seconds, name))
+    ranked.sort()
     return {name: plans[name][1] for _, name in ranked[: part.trial_plans]}
 
 

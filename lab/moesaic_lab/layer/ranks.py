@@ -273,17 +273,19 @@ def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
     return fastest if is_clearly_faster else predicted
 
 
-def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
+def near_ones(
+    job: LayerJob, seconds_by_name: Mapping[str, tuple[float, ...]], reference: str
+) -> list[str]:
     """Return the reference and the methods near it, or an empty list if no method is near it.
-    `seconds` are those of each repeat, by method.
+    `seconds_by_name` are those of each repeat, by method.
 
     If the reference is the plan that the search chose, only competing methods can be near.
     """
-    others = job.compete if job.reference == BEST else tuple(seconds)
+    others = job.compete if job.reference == BEST else tuple(seconds_by_name)
     near = [
         name
         for name in others
-        if name != reference and paired(seconds[name], seconds[reference]).is_near
+        if name != reference and paired(seconds_by_name[name], seconds_by_name[reference]).is_near
     ]
     return [reference, *near] if near else []
 

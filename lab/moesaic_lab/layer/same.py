@@ -62,13 +62,16 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
 
 def _is_idle(task: Task, grid: Grid) -> bool:
     """Return whether a task does nothing on a mesh."""
-    return task.op in (Op.MOVE, Op.SCALE) and math.prod(grid.size(axis) for axis in task.group) == 1
+    if task.op not in (Op.MOVE, Op.SCALE):
+        return False
+    return math.prod(grid.size(axis) for axis in task.group) == 1
 
 
 def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
     """Return what a task does on a mesh, equal for tasks that do the same."""
     # the slots that the task connects: those that `of` names, else what it reads and writes
-    source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
+    ends = task.of or (task.reads[0], task.writes[0])
+    source, target = (slots[name] for name in ends)
     reads = tuple(_where(slots[name].layout, grid) for name in task.reads)
     writes = tuple(_where(slots[name].layout, grid) for name in task.writes)
     group = tuple(axis for axis in task.group if grid.size(axis) > 1)

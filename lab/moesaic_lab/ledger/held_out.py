@@ -141,7 +141,9 @@ def spread(steps: Sequence[PublishedStep], ratios: np.ndarray) -> tuple[float, f
     weights = np.array([1 / counts[step.system] for step in steps])
     order = np.argsort(ratios)
     # the share of the weight below each ratio, half of its own included
-    share_below = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    ordered = weights[order]
+    weight_below = np.cumsum(ordered) - ordered / 2
+    share_below = weight_below / weights.sum()
     low, middle, high = np.interp((0.25, 0.5, 0.75), share_below, ratios[order])
     return float(low), float(middle), float(high)
 
@@ -182,8 +184,10 @@ def coverage(steps: Sequence[PublishedStep], kind: str = "") -> Coverage:
     """Return the coverage of steps on a class of machines ("" for all)."""
     shares = []
     for system, is_inside in inside(steps).items():
-        of_system = [step for step in steps if step.system == system]
-        chosen = [holds for step, holds in zip(of_system, is_inside) if kind in ("", step.machines)]
+        steps_of_system = [step for step in steps if step.system == system]
+        chosen = [
+            holds for step, holds in zip(steps_of_system, is_inside) if kind in ("", step.machines)
+        ]
         if chosen:
             shares.append(sum(chosen) / len(chosen))
     count = len(shares)

@@ -89,7 +89,10 @@ def entries() -> Iterator[Entry]:
 
 def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
     """Return all entries with their predictions, including those of the trace if one is given."""
-    return list(entries()) + ([] if options.trace is None else trace(Path(options.trace)))
+    ledger = list(entries())
+    if options.trace is not None:
+        ledger += trace(Path(options.trace))
+    return ledger
 
 
 def claims(ledger: list[Entry]) -> list[Claim]:

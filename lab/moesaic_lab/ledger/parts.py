@@ -170,7 +170,10 @@ def deepep_across() -> Iterator[Entry]:
         compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
         program = in_pieces(compiled.forward, "fp8")
         simulated = Simulator(cluster_of(row["machine"], nodes=nodes)).run(program, layer, grid)
-        moves = {task.name for task in program.tasks if task.op is Op.MOVE and task.of is not None}
+        moves = set()
+        for task in program.tasks:
+            if task.op is Op.MOVE and task.of is not None:
+                moves.add(task.name)
         receivers = nodes if nodes > 1 else 8
         logical_rows = node_tokens_per_node(layer, receivers, 1) * receivers
         for what, stage, element_bytes in (
@@ -244,7 +247,8 @@ def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     hidden = int(row["hidden"])
     experts = int(row["experts"])
     rates = rates_of(cluster, "bf16")
-    rows = np.full(experts, int(row["tokens"]) * int(row["top_k"]) / experts)
+    copies = int(row["tokens"]) * int(row["top_k"])
+    rows = np.full(experts, copies / experts)
     work = 6.0 * dim * hidden
     seconds = rates.product_seconds(rows, work, work, grouped=True)
     traffic_seconds = rates.traffic_seconds(rows, dim, hidden, 3, 2)

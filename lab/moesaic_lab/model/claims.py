@@ -80,35 +80,31 @@ def case_table(results: Sequence[ModelFound]) -> Table:
 
 def claims(results: Sequence[ModelFound]) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
-    return [*_claims_on_points(points(results)), *_claims_on_cases(results)]
-
-
-def _claims_on_points(pairs: Sequence[tuple[float, float]]) -> list[Claim]:
-    """Return the claims on single plans, given as (measured, predicted) seconds."""
+    # on all plans of all cases
+    pairs = points(results)
     missing = "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
     errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
     median = statistics.median(errors) if errors else None
     p95 = float(np.percentile(errors, 95)) if errors else None
     correlation = float(spearmanr(*zip(*pairs)).statistic) if len(pairs) > 2 else None
-    return [
+    error_claims = [
         _claim("model.median_error", median, 0.06, missing),
         _claim("model.p95_error", p95, 0.15, missing),
         _claim("model.rank_correlation", correlation, 0.97, missing, op=">="),
     ]
 
-
-def _claims_on_cases(results: Sequence[ModelFound]) -> list[Claim]:
-    """Return the claims on the order of a case's plans and on its regret."""
+    # on the order of the plans of each case, and on its regret
     ranked = sum(len(result.measured) >= LEAST_PLANS for result in results)
     missing = ""
     if ranked < LEAST_CASES:
         missing = f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
     regrets = [result.regret for result in results]
     by_case = [row["rank_correlation"] for row in case_rows(results)]
-    correlation = statistics.median(by_case) if by_case else None
+    case_correlation = statistics.median(by_case) if by_case else None
     regret = statistics.median(regrets) if regrets else None
     return [
-        _claim("model.case_correlation", correlation, 0.9, missing, op=">="),
+        *error_claims,
+        _claim("model.case_correlation", case_correlation, 0.9, missing, op=">="),
         _claim("model.case_correlation_worst", min(by_case, default=None), 0.75, missing, op=">="),
         _claim("model.planner_regret", max(regrets, default=None), 0.03, missing),
         _claim("model.planner_regret_median", regret, None, missing),
@@ -152,4 +148,6 @@ def _claim(
     op: Literal[">=", "<="] = "<=",
 ) -> Claim:
     """Return a claim, without a value if something is missing."""
-    return Claim(name=name, value=None if missing else value, target=target, op=op, reason=missing)
+    if missing:
+        value = None
+    return Claim(name=name, value=value, target=target, op=op, reason=missing)

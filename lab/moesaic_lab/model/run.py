@@ -239,14 +239,17 @@ def _predicted_case(
 
 def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
     """Return the file of a case's times."""
-    key = [asdict(case), asdict(replace(config, cells=()))]
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
+    measured = [asdict(case), asdict(replace(config, cells=()))]
+    key = json.dumps(measured, sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    name = case.name.replace(" ", "_").replace(",", "")
+    return keep / f"case-{name}-{digest}.json"
 
 
 def _profile_path(keep: Path, bed: Bed) -> Path:
     """Return the file of a bed's profile."""
-    digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
+    key = json.dumps(asdict(bed), sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.toml"
 
 

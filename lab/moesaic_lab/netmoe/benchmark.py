@@ -195,7 +195,8 @@ def trained(repeats: int, told: Told) -> Rows:
         for text, trace in traces.items():
             for step in (trace.steps[0], trace.steps[-1]):
                 loads.append((about[text, step], recorded(setting, trace, step)))
-        rows += [{"bed": name, **row} for row in on_bed(name, setting, loads, repeats, told)]
+        for row in on_bed(name, setting, loads, repeats, told):
+            rows.append({"bed": name, **row})
     return rows
 
 
@@ -422,8 +423,11 @@ def _simulated(rows: Rows, y: str) -> list[PlottedSeries]:
 
 def _line(rows: Rows, name: str, x: str, y: str, **where: Any) -> PlottedSeries:
     """Return the series of the figure `y` over `x`, of rows with the values `where`."""
-    chosen = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
-    points = [row for row in chosen if row.get(y) is not None]
+    points = []
+    for row in rows:
+        matches = all(row.get(key) == value for key, value in where.items())
+        if matches and row.get(y) is not None:
+            points.append(row)
     xs = tuple(row[x] for row in points)
     ys = tuple(row[y] for row in points)
     return PlottedSeries(name=name, x=xs, y=ys)

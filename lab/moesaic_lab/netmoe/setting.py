@@ -146,7 +146,8 @@ def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
     )
     # one step and one micro-batch
     table = np.stack(experts_by_layer)[None, None]
-    return Trace.of(TraceSegment(shape, "tokens", np.array([0]), table, source={"step": step}))
+    segment = TraceSegment(shape, "tokens", np.array([0]), table, source={"step": step})
+    return Trace.of(segment)
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,9 @@ def decision_seconds(
     seconds = []
     for layer in range(repeats + 1):
         homes = Homes.start(setting.grid.world, setting.slots)
-        load = SampleLoad(setting.grid, homes, trace.samples(layer, 0), trace.samples(layer + 1, 0))
+        current = trace.samples(layer, 0)
+        following = trace.samples(layer + 1, 0)
+        load = SampleLoad(setting.grid, homes, current, following)
         start = clock()
         placer.decide(load)
         seconds.append(clock() - start)

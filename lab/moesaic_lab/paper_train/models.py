@@ -211,7 +211,8 @@ class EncoderDecoder(GPT):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over sequences of each one's mean loss over targets that are not -1; the
         same on every mesh."""
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        precise = logits.flatten(0, 1).to(dtype)
         flat_losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none")
         sums = flat_losses.view(targets.shape).sum(1)
         counts = (targets != -1).sum(1).clamp_min(1)

@@ -112,7 +112,9 @@ class _Expert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(dim, hidden))
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
+        gate = F.silu(F.linear(rows, self.w1))
+        up = F.linear(rows, self.w3)
+        return F.linear(gate * up, self.w2)
 
 
 class _Exchanged(nn.Module):

@@ -65,8 +65,10 @@ class PlainExpertParallel(nn.Module):
         arrived = self.exchange(rows, sends, receives)
         results = self._run_experts(arrived, received)
         out = self.exchange(results, receives, sends)
-        results_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
-        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), results_TKD).squeeze(1)
+        in_token_order = out.index_select(0, _inverse(order))
+        results_TKD = in_token_order.view(len(x_TD), self.top_k, -1)
+        weight_T1K = weight_TK.to(out.dtype).unsqueeze(1)
+        y_TD = torch.bmm(weight_T1K, results_TKD).squeeze(1)
         return y_TD.view(x.shape)
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ class PlainExpertParallel(nn.Module):
         order = expert.argsort(stable=True)
         ends = counts.sum(0).cumsum(0).to(torch.int32)
         sorted_rows = rows.index_select(0, order)
-        out = self.experts.compute(ExpertCall(*self.experts.weights(), sorted_rows, None, ends))
+        call = ExpertCall(*self.experts.weights(), sorted_rows, None, ends)
+        out = self.experts.compute(call)
         return out.index_select(0, _inverse(order))
 
 

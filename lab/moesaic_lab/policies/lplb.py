@@ -103,5 +103,6 @@ def least_busiest_flow(
         cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs"
     )
     # whole copies; rounding first keeps 2.9999999 from becoming 2
-    flow: np.ndarray = np.floor(np.round(solution.x[:-1] * scale, 6)).astype(np.int64)
+    rounded = np.round(solution.x[:-1] * scale, 6)
+    flow: np.ndarray = np.floor(rounded).astype(np.int64)
     return np.clip(flow, 0, most)

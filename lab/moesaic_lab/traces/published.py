@@ -75,9 +75,9 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
             f"trace {path}: has rows for some ranks of a layer or iteration only: leave the "
             "iteration out"
         )
-    counts = [[[cells[step, layer, rank] for rank in ranks] for layer in layers] for step in steps]
+    by_step = [[[cells[step, layer, rank] for rank in ranks] for layer in layers] for step in steps]
     # (steps, micro-batches, layers, sequences, experts), with one micro-batch and one sequence
-    table = np.array(counts, dtype=object)[:, None, :, None, :]
+    table = np.array(by_step, dtype=object)[:, None, :, None, :]
     source = {"format": "laer", "method": found_method, "model": found_model, "layers": layers}
     return counts_segment(path, table, steps, 1, source)
 

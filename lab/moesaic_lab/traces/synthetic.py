@@ -199,14 +199,16 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
     return np.minimum(scaled, limit)
 
 
-def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, seed: int) -> float:
+def concentration(
+    shares: np.ndarray, sequences: int, wanted: float, top_k: int, seed: int
+) -> float:
     """Return the concentration of the Dirichlet distribution with which sequences come nearest to a
     given locality.
 
     Args:
         shares: (num_experts,) the shares of all sequences together.
         sequences: sequences per micro-batch.
-        local: the wanted value of `load.locality`.
+        wanted: the wanted value of `load.locality`.
         top_k: experts per token.
         seed: seed of the draws on which concentrations are tried.
     """
@@ -229,7 +231,7 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
         ]
         by_spread = np.reshape(localities, (len(part), tries))
         mean_localities += by_spread.mean(axis=1).tolist()
-    nearest = np.argmin(np.abs(np.array(mean_localities) - local))
+    nearest = np.argmin(np.abs(np.array(mean_localities) - wanted))
     return float(spreads[nearest])
 
 
@@ -281,7 +283,9 @@ def dirichlet_capped(
         random: the random number generator.
     """
     alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))
-    logs = np.log(random.standard_gamma(alpha + 1)) + np.log(random.random(alpha.shape)) / alpha
+    logs = np.log(random.standard_gamma(alpha + 1))
+    uniform = random.random(alpha.shape)
+    logs = logs + np.log(uniform) / alpha
     is_capped = np.zeros(logs.shape, dtype=bool)
     shares = np.zeros(logs.shape)
     # as in `capped`: the entries below the cap share what the capped ones leave
@@ -289,7 +293,8 @@ def dirichlet_capped(
         free_logs = np.where(is_capped, -np.inf, logs)
         parts = np.exp(free_logs - free_logs.max(axis=1, keepdims=True))
         free_sum = 1 - is_capped.sum(axis=1, keepdims=True) / top_k
-        shares = np.where(is_capped, 1 / top_k, parts / parts.sum(axis=1, keepdims=True) * free_sum)
+        free_shares = parts / parts.sum(axis=1, keepdims=True) * free_sum
+        shares = np.where(is_capped, 1 / top_k, free_shares)
         if place + 1 < top_k:
             is_capped |= shares > 1 / top_k
     return np.minimum(shares, 1 / top_k)
@@ -316,7 +321,8 @@ def draw_tokens(
     # a token takes the experts at top_k points whose distance is 1, so they are distinct
     start = (random.permutation(tokens) + random.random(tokens)) / tokens
     points = start[:, None] + np.arange(top_k)
-    index = np.minimum(np.searchsorted(ends, points, side="right"), len(shares) - 1)
+    index = np.searchsorted(ends, points, side="right")
+    index = np.minimum(index, len(shares) - 1)
     chosen: np.ndarray = random.permuted(order[index], axis=1)
     return chosen
 
@@ -330,7 +336,8 @@ def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iter
             places = np.argsort(np.argsort(-latent)).astype(np.float64)
         else:  # a soft rank: how many experts are ahead, where near ones count in part
             ahead = (latent[None, :] - latent[:, None]) / SOFTNESS
-            places = (1 / (1 + np.exp(-np.clip(ahead, -50, 50)))).sum(axis=1) - 0.5
+            is_ahead = 1 / (1 + np.exp(-np.clip(ahead, -50, 50)))
+            places = is_ahead.sum(axis=1) - 0.5  # without the expert's own half
         if config.max_vio is None:
             yield popularity(places, config.skew, config.top_k)
         else:

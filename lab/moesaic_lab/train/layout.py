@@ -86,12 +86,14 @@ def by_expert(rows: Tensor, experts: Experts) -> Tensor:
 def ordered(rows: Tensor, num_experts: int, world: int) -> Tensor:
     """Reorder rows from (source, expert) to (expert, source)."""
     dim = rows.shape[1]
-    return rows.view(world, num_experts, -1, dim).transpose(0, 1).reshape(-1, dim)
+    from_sources = rows.view(world, num_experts, -1, dim)
+    return from_sources.transpose(0, 1).reshape(-1, dim)
 
 
 def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
     """Run one expert on its rows."""
-    torch.mm(F.relu_(rows @ experts.w1[number].T), experts.w2[number].T, out=out)
+    inner = F.relu_(rows @ experts.w1[number].T)
+    torch.mm(inner, experts.w2[number].T, out=out)
 
 
 @torch.no_grad()

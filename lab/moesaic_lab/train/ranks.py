@@ -159,14 +159,14 @@ def _agreement(
     batch = make_batch(case, config.seed, rank, world)
     whole = make_model(case, config.seed)
     expected = _whole(whole, batch, world)
-    errors = {}
+    errors: dict[str, dict[str, float]] = {}
     for system in systems:
         result = _spread(system)
-        errors[system.name] = {
-            name: float((result[name] - exact).abs().max() / exact.abs().max())
-            for name, exact in expected.items()
-        }
-        for what, error in errors[system.name].items():
+        errors[system.name] = {}
+        for what, exact in expected.items():
+            difference = (result[what] - exact).abs().max()
+            error = float(difference / exact.abs().max())
+            errors[system.name][what] = error
             if system.is_lossless and not error <= config.tolerance:
                 raise RuntimeError(
                     f"case {case.name}: {system.name} differs from the model in one process by "

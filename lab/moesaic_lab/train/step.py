@@ -157,7 +157,8 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
     rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == own_index)
 
     sum_of_node = all_reduce_sum(transport, node, flat)
-    share = sum_of_node[share_of(len(flat), node.index(transport.rank), len(node))]
+    own_share = share_of(len(flat), node.index(transport.rank), len(node))
+    share = sum_of_node[own_share]
     total_of_share = all_reduce_sum(transport, rail, share)
     return all_gather_rows(transport, node, total_of_share, len(flat))
 

@@ -69,8 +69,11 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
     """Return a rank's part of the batch: uniformly drawn bytes with the next byte as target."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     count = case.batch_size // world
-    tokens = torch.randint(VOCAB_SIZE, (count, demo().model.seq_len + 1), generator=generator)
-    return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+    length = demo().model.seq_len
+    tokens = torch.randint(VOCAB_SIZE, (count, length + 1), generator=generator)
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].contiguous()
+    return GivenBatch(inputs=inputs, targets=targets)
 
 
 def make_systems(

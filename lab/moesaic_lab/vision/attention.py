@@ -71,8 +71,11 @@ class WindowAttention(nn.Module):
         """
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-        y = self._image(self._attend(self._windows(x)))
-        return y.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else y
+        attended = self._attend(self._windows(x))
+        y = self._image(attended)
+        if self.shift:
+            y = y.roll((self.shift, self.shift), dims=(1, 2))
+        return y
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
@@ -98,7 +101,8 @@ class WindowAttention(nn.Module):
         """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
         # (tokens, tokens, heads) to (windows, heads, tokens, tokens)
-        bias = table[self.pairs].permute(2, 0, 1).expand(num_windows, -1, -1, -1)
+        bias = table[self.pairs].permute(2, 0, 1)
+        bias = bias.expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[:, None], -math.inf)
         return bias.flatten(0, 1)[None]
@@ -127,7 +131,8 @@ def log_coordinates(window: int) -> Tensor:
     Returns:
         ((2 * window - 1) ** 2, 2): vertical and horizontal, in units of log2(8).
     """
-    distances = torch.arange(1 - window, window, dtype=torch.float32) * (8 / max(window - 1, 1))
+    scale = 8 / max(window - 1, 1)
+    distances = torch.arange(1 - window, window, dtype=torch.float32) * scale
     logs = distances.sign() * (distances.abs() + 1).log2() / 3  # log2(8) is 3
     return torch.cartesian_prod(logs, logs)
 

@@ -145,7 +145,9 @@ def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
     """Return the row of one group of runs: mean, least and most over the seeds."""
     chosen = [row for row in rows if _group_of(row) == key]
     accuracies = [row["accuracy"] for row in chosen]
-    shared = {name: value for name, value in chosen[0].items() if name not in ("seed", "accuracy")}
+    shared = dict(chosen[0])
+    del shared["seed"]
+    del shared["accuracy"]
     if shared.get("top_k") and shared["table"] == "12":
         shared["published"] = CAPACITIES[shared["top_k"]][shared["capacity"]]
     return {

@@ -65,7 +65,9 @@ class SwinBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to the same shape."""
         x = x + self._normed(x, self.attention, self.attention_norm)
-        return x + self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape)
+        tokens = x.flatten(1, 2)
+        y = self._normed(tokens, self.ffn, self.ffn_norm)
+        return x + y.view(x.shape)
 
     def _normed(self, x: Tensor, layer: nn.Module, norm: nn.LayerNorm) -> Tensor:
         """Run a layer with its norm, before or after it."""

@@ -186,7 +186,8 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     results: dict[str, Any] = {"parameters": total, "active": active, "loss": loss}
     logits = _outputs_of(model, held_out.pixels)
     results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
-    results["accuracy"] = float((logits.argmax(1) == held_out.labels).float().mean())
+    is_right = logits.argmax(1) == held_out.labels
+    results["accuracy"] = float(is_right.float().mean())
     say(
         f"loss {results['val_loss']:.3f}, accuracy {results['accuracy']:.4f} on "
         f"{len(held_out)} images that were not trained on"
@@ -253,9 +254,11 @@ def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
     evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
-    outputs = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
+    outputs = []
+    for part in pixels.split(size):
+        outputs.append(model(part.to(device)).float().cpu())
     model.train()
-    return outputs
+    return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -273,7 +276,11 @@ def linear_probe(
         ridge: penalty on the squared weights, relative to the mean squared norm of the features.
     """
     classes = int(data.labels.max()) + 1
-    few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
+    chosen = []
+    for label in range(classes):
+        of_class = (data.labels == label).nonzero()
+        chosen.append(of_class[:shots, 0])
+    few = torch.cat(chosen)
     head = model.head
     model.head = nn.Identity()  # type: ignore[assignment]
     try:
@@ -286,7 +293,8 @@ def linear_probe(
     x = x - mean
     features = features - mean
     # Ridge regression in its dual form, W = X^T (X X^T + penalty)^-1 Y: few images, many features.
-    penalty = ridge * x.square().sum(1).mean() * torch.eye(len(x), dtype=x.dtype)
+    mean_square = x.square().sum(1).mean()
+    penalty = ridge * mean_square * torch.eye(len(x), dtype=x.dtype)
     weights = x.T @ torch.linalg.solve(x @ x.T + penalty, y - y.mean(0))
     scores = features @ weights + y.mean(0)
     is_right = scores.argmax(1) == held_out.labels
@@ -345,14 +353,16 @@ def load_weights(model: SwinMoE, path: Path) -> None:
 def save_weights(model: SwinMoE, options: VisionOptions, results: dict[str, Any]) -> None:
     """Write weights, results and options into the folder; all ranks must call this, to gather
     sharded weights."""
-    whole = {}
+    unsharded = {}
     for name, tensor in model.state_dict().items():
-        whole[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        unsharded[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if dist.is_initialized() and dist.get_rank():
         return
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
+    on_cpu = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in unsharded.items()
+    }
     save_file(on_cpu, folder / "model.safetensors")
     content = json.dumps({"options": asdict(options), **results}, indent=2)
     (folder / "results.json").write_text(content + "\n")
