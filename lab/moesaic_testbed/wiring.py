@@ -199,6 +199,7 @@ class Wiring:
     def traffic(self) -> dict[str, Carried]:
         """Return the traffic that every end of every link has sent: "node0 up", "node0 down",
         "node0 inside", ..."""
+        # by (namespace, device), the name of the end
         ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
         for cable in self._cables:
             for (net, device, _), way in zip(cable.ends, ("up", "down")):

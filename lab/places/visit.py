@@ -135,9 +135,8 @@ def steps_of(place: Place, ground: Ground) -> list[Step]:
     if place.kind is Kind.SMALL:
         return smoke.planner_and_layer(ground, python)
     if place.kind is Kind.MAKE:
-        return smoke.whole(
-            ground, smoke.set_up_from_make(), without_transformers=False, has_finetune=True
-        )
+        set_up = smoke.set_up_from_make()
+        return smoke.whole(ground, set_up, without_transformers=False, has_finetune=True)
     if place.kind is Kind.WALKS:
         return smoke.walks(ground, python)
     without = place.without_transformers

@@ -215,7 +215,8 @@ def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int
     """Run a method once, check its results and messages, and return the messages that this rank
     sent."""
     recorder = Recorder(transport)
-    _compare(name, method.expected, _runner(method, recorder)())
+    run = _runner(method, recorder)
+    _compare(name, method.expected, run())
     messages = sent(recorder)
     planned = _planned(method, dim)
     if sorted(messages) != sorted(planned):

@@ -307,7 +307,7 @@ def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[E
         forward, backward = Simulator(cluster.of_devices(1)).passes(
             compiled.forward, compiled.backward, layer, compiled.grid
         )
-        sorting = sort_seconds(cluster, layer.copies)
+        sorting = sort_seconds(cluster, layer.copies)  # forward sorts the copies by expert
         yield _own_entry(
             "own stages", row, "forward", float(row["forward_us"]), forward.seconds + sorting
         )
@@ -417,7 +417,8 @@ def laer() -> Iterator[Entry]:
     since the artifact does not say which ranks take part in them.
     """
     for row in read_figures("laer"):
-        hidden = 14336 // 2 if "e16" in row["model"] else 14336  # 16 experts are half as wide
+        # models of Mixtral's width: dim 4096, hidden 14336, or half of it with 16 experts
+        hidden = 14336 // 2 if "e16" in row["model"] else 14336
         rates = rates_of(cluster_of("laer"), "bf16")
         rows = np.array([float(row["copies"])])
         work = 6.0 * 4096 * hidden

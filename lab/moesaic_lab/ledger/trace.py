@@ -69,8 +69,8 @@ def read_kernels(path: Path) -> list[Kernel]:
             f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})"
         ) from error
     streams = {kernel.stream for kernel in kernels}
-    ends_early = any(kernel.end < kernel.start for kernel in kernels)
-    if not kernels or len(streams) > len(LANES) or ends_early:
+    has_negative = any(kernel.end < kernel.start for kernel in kernels)
+    if not kernels or len(streams) > len(LANES) or has_negative:
         raise InputError(
             f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one "
             f"kernel, at most {len(LANES)} streams, and no duration below 0"

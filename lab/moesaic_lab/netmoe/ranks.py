@@ -166,12 +166,12 @@ def measure(job: TravelJob) -> Timed:
     """Check the methods of a job and time them in turn. All ranks call this together."""
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
-    watched = Stack(job, recorder)
+    recorded = Stack(job, recorder)
     stack = Stack(job, transport)
     messages = {}
     for name in job.methods:
         recorder.ranges.clear()
-        check(watched, name)
+        check(recorded, name)
         messages[name] = [sent(recorder)]
         check(stack, name)
     steps = {name: partial(stack.step, name) for name in job.methods}
