@@ -37,9 +37,8 @@ class PlainExpertParallel(nn.Module):
         self.num_experts = layer.num_experts
         self.router = copy.deepcopy(layer.router)
         self.experts = copy.deepcopy(layer.experts)
-        shard_experts(
-            self.experts, Grid(world=exchange.world, ep=exchange.world), exchange.rank, None
-        )
+        grid = Grid(world=exchange.world, ep=exchange.world)
+        shard_experts(self.experts, grid, exchange.rank, None)
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ class SyntheticRouting:
                 f"synthetic: skew={self.skew} and max_vio={self.max_vio}: give one of them"
             )
         else:
+            # an expert has at most 1 / top_k of the copies, and the mean is 1 / num_experts
             most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
             if not 0 <= self.max_vio <= most + 1e-9:
                 raise InputError(

@@ -184,8 +184,8 @@ def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]
     for module in model.modules():
         if isinstance(module, MoE):
             expert_ids.update(id(parameter) for parameter in module.experts.parameters())
-    dense_gradients = []
-    expert_gradients = []
+    dense_gradients: list[Tensor] = []
+    expert_gradients: list[Tensor] = []
     for parameter in model.parameters():
         gradients = expert_gradients if id(parameter) in expert_ids else dense_gradients
         gradients.append(gradient_of(parameter).flatten())

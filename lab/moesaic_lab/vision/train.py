@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -314,7 +313,7 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
                 torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(TIMED_STEPS):
-                with nullcontext() if name == "train" else torch.no_grad():
+                with torch.set_grad_enabled(name == "train"):
                     logits = model(pixels)
                 if name == "train":
                     logits.float().square().mean().backward()
