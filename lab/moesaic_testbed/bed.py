@@ -74,7 +74,8 @@ class Bed:
                 f"inter has {len(self.inter)} rates for {self.nodes} nodes: write one rate, "
                 "or one per node"
             )
-        for rate in (self.inter,) if isinstance(self.inter, str) else self.inter:
+        rates = (self.inter,) if isinstance(self.inter, str) else self.inter
+        for rate in rates:
             bytes_per_second(rate, "inter")
         if self.intra is not None:
             bytes_per_second(self.intra, "intra")
@@ -118,14 +119,13 @@ def bytes_per_second(rate: str, where: str) -> float:
         InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other
             tools as megabits.
     """
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())
-        if isinstance(rate, str)
-        else None
-    )
+    match = None
+    if isinstance(rate, str):  # a configuration file may have a number
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())
     if match is None:
         raise InputError(f"{where}={rate!r} is no rate: {EXAMPLES}")
-    bits = float(match[1]) * UNITS[match[2]]
+    number, unit = match.groups()
+    bits = float(number) * UNITS[unit]
     if not SLOWEST <= bits <= FASTEST:
         raise InputError(
             f"{where}={rate!r}: rates go from {SLOWEST / 1e3:.0f}kbit to {FASTEST / 1e9:.0f}gbit"

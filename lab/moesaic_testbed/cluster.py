@@ -1,4 +1,9 @@
-"""The user's interface to emulated clusters: `cluster`, `Cluster` and `Launcher`."""
+"""The user's interface to emulated clusters: `cluster`, `Cluster` and `Launcher`.
+
+A bed is one emulated cluster: its description (`Bed`) and the processes that emulate it. This
+process starts a launcher, which forks the processes of each bed; requests and answers go over a
+socket per bed (`messages.py`).
+"""
 
 from __future__ import annotations
 
@@ -60,8 +65,8 @@ class Launcher:
             "moesaic_testbed.launcher",
             str(theirs.fileno()),
             str(os.getpid()),
+            "torch" if with_torch else "plain",
         ]
-        words.append("torch" if with_torch else "plain")
         self._process = subprocess.Popen(
             words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
@@ -75,6 +80,7 @@ class Launcher:
             InputError: if this machine cannot emulate it; one line says why.
         """
         ours, theirs = socket.socketpair()
+        # the bed's last process holds the writing end: reading ends when all are gone
         gone, hold = os.pipe()
         try:
             self._channel.send(bed, [theirs.fileno(), hold, *output_files()])
@@ -135,10 +141,8 @@ class Cluster:
         """
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
-        return [
-            pickle.loads(result)
-            for result in self._ask(_request(RunFunction, function, args, threads))
-        ]
+        results = self._ask(_request(RunFunction, function, args, threads))
+        return [pickle.loads(result) for result in results]
 
     def run_inside(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function once, in the bed's own process. Use it for functions that start and
@@ -216,7 +220,8 @@ class Cluster:
         self.close()
 
     def _ask(self, request: object, interrupt: bool = False) -> Any:
-        """Send a request to the bed and return its answer."""
+        """Send a request to the bed and return its answer; with `interrupt`, pass Ctrl-C on to the
+        ranks."""
         if self._channel is None:
             raise RuntimeError("this cluster is closed: make a new one")
         try:
@@ -314,11 +319,14 @@ def _main_script() -> dict[str, Any]:
 
 def _error(failure: Failure) -> RankError:
     """Return the error for a failure."""
-    who = "" if failure.rank is None else f"rank {failure.rank} "
-    lines = [f"{who}{'failed: ' if failure.traceback and who else ''}{failure.reason}"]
+    who = ""
+    if failure.rank is not None:
+        # without a traceback, the reason says how the rank ended, as in "was killed by SIGKILL"
+        who = f"rank {failure.rank} failed: " if failure.traceback else f"rank {failure.rank} "
+    paragraphs = [f"{who}{failure.reason}"]
     if failure.traceback:
-        lines.append(failure.traceback.rstrip())
-    return RankError("\n\n".join(lines), failure.rank)
+        paragraphs.append(failure.traceback.rstrip())
+    return RankError("\n\n".join(paragraphs), failure.rank)
 
 
 def _cause(failure: Failure) -> BaseException | None:

@@ -112,21 +112,28 @@ def exit_code(codes: Sequence[int]) -> int:
         the first nonzero exit code of a rank that exited by itself, else 128 + the first signal
         that killed a rank, else 0.
     """
-    failed = sorted((code for code in codes if code), key=lambda code: code < 0)
-    return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]
+    for code in codes:
+        if code > 0:
+            return code
+    for code in codes:
+        if code < 0:
+            return 128 - code
+    return 0
 
 
 def _bed(options: RunOptions) -> Bed:
     """Return the bed of the options."""
     from moesaic_testbed import Bed
 
-    fields = {
-        name: value
-        for name, value in vars(options).items()
-        if name not in ("inter", "changes", "threads")
-    }
     inter = options.inter[0] if len(options.inter) == 1 else options.inter
-    return Bed(inter=inter, changes=tuple(map(_change, options.changes)), **fields)
+    return Bed(
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        inter=inter,
+        intra=options.intra,
+        per_message=options.per_message,
+        changes=tuple(map(_change, options.changes)),
+    )
 
 
 def _change(text: str) -> Change:

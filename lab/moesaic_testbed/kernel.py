@@ -151,10 +151,11 @@ def become_root_of_new_user_namespace() -> None:
 def may_configure_networks() -> bool:
     """Return whether this process may create namespaces and links without a user namespace of its
     own."""
+    wanted = 1 << _NET_ADMIN | 1 << _SYS_ADMIN
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
-            capabilities = int(line.split()[1], 16)
-            return bool(capabilities >> _NET_ADMIN & 1 and capabilities >> _SYS_ADMIN & 1)
+            capabilities = int(line.split()[1], 16)  # a bit for each capability
+            return capabilities & wanted == wanted
     return False
 
 
@@ -177,5 +178,8 @@ def explain(text: str) -> str:
         text: the error message, of which only the first line is shown.
     """
     first = text.strip().splitlines()[0]
-    help_ = next((help_ for part, help_ in ADVICE if part in text), None)
-    return f"no emulated cluster on this machine: {first}" + (f": {help_}" if help_ else "")
+    message = f"no emulated cluster on this machine: {first}"
+    for part, advice in ADVICE:
+        if part in text:
+            return f"{message}: {advice}"
+    return message

@@ -80,7 +80,7 @@ def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None
         requests: the socket of this process, which the child closes.
         watch: handle of the parent process, which the child closes.
     """
-    if os.fork():
+    if os.fork():  # this process, the parent
         for file in files:
             os.close(file)
         return
@@ -89,11 +89,12 @@ def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         requests.close()
         os.close(watch)
-        channel = Channel(socket.socket(fileno=files[0]))
-        for target, source in zip((1, 2), files[2:]):
+        bed_socket, gone, *output = files
+        channel = Channel(socket.socket(fileno=bed_socket))
+        for target, source in zip((1, 2), output):
             os.dup2(source, target)
             os.close(source)
-        _be_bed(channel, bed, files[1])
+        _be_bed(channel, bed, gone)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -101,7 +102,15 @@ def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None
 
 
 def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
-    """Be the process that holds a bed, until the connection closes."""
+    """Be the process that holds a bed, until the connection closes: enter namespaces of its own,
+    fork process number 1, the supervisor, and wait for it.
+
+    Args:
+        channel: the bed's socket.
+        bed: the cluster to emulate.
+        gone: writing end of a pipe. The supervisor and its ranks do not need it: it closes with
+            this process, the last one of the bed.
+    """
     try:
         if not may_configure_networks():
             become_root_of_new_user_namespace()
@@ -109,10 +118,10 @@ def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
     except OSError as error:
         channel.send(Answer(failure=Failure(reason=f"no namespaces for this user ({error})")))
         return
-    first = os.fork()
-    if first:
+    supervisor_pid = os.fork()
+    if supervisor_pid:
         channel.close()
-        os.waitpid(first, 0)
+        os.waitpid(supervisor_pid, 0)
         return
     die_with_parent()
     os.close(gone)
@@ -128,5 +137,6 @@ def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), with_torch=sys.argv[3] == "torch")
+    _, line_text, parent_text, mode = sys.argv
+    main(int(line_text), int(parent_text), with_torch=mode == "torch")
     os._exit(0)  # skips the teardown of torch, which is slow

@@ -111,7 +111,7 @@ class Channel:
             socket.send_fds(self.socket, [b"f"], list(files))
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Wait for a message and return it with the files that were sent along.
+        """Wait for a message and return it with the descriptors of files that were sent along.
 
         Raises:
             EOFError: if the other end is closed.

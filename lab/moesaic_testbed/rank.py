@@ -66,20 +66,27 @@ def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict
 
 def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:
     """Make this freshly forked process a process of a node. If ranks share cores, pin each rank to
-    one, see `hold_still`."""
+    one, see `hold_still`.
+
+    Args:
+        net: file descriptor of the node's network namespace.
+        environment: variables to add to this process's own.
+        cwd: the working directory.
+        output: file descriptors that become standard output and error.
+    """
     enter_net(net)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in enumerate((nothing, *output)):
+    for target, source in enumerate((nothing, *output)):  # 0, 1 and 2
         os.dup2(source, target)
     os.environ.update(environment)
-    shares = int(environment.get("WORLD_SIZE", 0)) > len(os.sched_getaffinity(0))
-    if shares and environment["OMP_NUM_THREADS"] == "1":
+    share_cores = int(environment.get("WORLD_SIZE", 0)) > len(os.sched_getaffinity(0))
+    if share_cores and environment["OMP_NUM_THREADS"] == "1":
         hold_still(int(environment["RANK"]))
     os.chdir(cwd)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+    # undo what the processes above this one have set
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def execute(words: Sequence[str]) -> None:
@@ -97,7 +104,7 @@ def execute(words: Sequence[str]) -> None:
 
 def serve_store(port: int, ready: int) -> None:
     """Serve the store through which ranks find each other, as torchrun's agent does; does not
-    return."""
+    return. When the store runs, a byte is written to the file descriptor `ready`."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -112,8 +119,11 @@ def serve_store(port: int, ready: int) -> None:
 def call(
     rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int
 ) -> None:
-    """Connect, call a function when all ranks are ready, and report its result or exception; does
-    not return."""
+    """Connect, call a function when all ranks are ready, and report its result or exception over
+    `line`; does not return.
+
+    On the line, the rank sends `Ready`, waits, sends `Done` or a `Failure`, and waits again.
+    """
     try:
         import torch
         import torch.distributed as dist

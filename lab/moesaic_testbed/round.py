@@ -1,5 +1,10 @@
 """One run of all ranks of a bed: the supervisor starts, watches and ends them. Ranks run a command
-or a function."""
+or a function.
+
+The parent is the user's process, which sent the request. Ranks find each other by a store, a
+process of its own. A pidfd is a file descriptor that is readable once its process has ended, so one
+`wait` can watch processes, connections and the parent.
+"""
 
 from __future__ import annotations
 
@@ -103,10 +108,12 @@ class AbstractRound(ABC):
         """
         end = None if seconds is None else time.monotonic() + seconds
         while True:
-            due = self._change_links()
-            limits = [at - time.monotonic() for at in (end, due) if at is not None]
-            readable = wait(sources, None if not limits else max(min(limits), 0.0))
-            if readable or (end is not None and time.monotonic() >= end):
+            next_change = self._change_links()
+            times = [at for at in (end, next_change) if at is not None]
+            timeout = max(min(times) - time.monotonic(), 0.0) if times else None
+            readable = wait(sources, timeout)
+            has_ended = end is not None and time.monotonic() >= end
+            if readable or has_ended:
                 return readable
 
     def fork(self, child: Callable[[], None]) -> tuple[int, int]:
@@ -122,7 +129,8 @@ class AbstractRound(ABC):
         return pid, os.pidfd_open(pid)
 
     def _start_store(self) -> None:
-        """Start the process of the store, and wait for it."""
+        """Start the process of the store, and wait until it writes a byte into a pipe; if it dies
+        instead, the pipe ends."""
         ready, tell = os.pipe()
 
         def serve() -> None:
@@ -178,12 +186,10 @@ class CommandRound(AbstractRound):
 
     def start_rank(self, rank: int) -> Process:
         def child() -> None:
-            environment = ranks.launcher_variables(self.bed, rank, self.port) | dict(
-                self._request.environment
-            )
-            ranks.start(
-                self.wiring.net(self.bed.node_of(rank)), environment, self._request.cwd, self.output
-            )
+            environment = ranks.launcher_variables(self.bed, rank, self.port)
+            environment.update(self._request.environment)
+            net = self.wiring.net(self.bed.node_of(rank))
+            ranks.start(net, environment, self._request.cwd, self.output)
             ranks.execute(self._request.words)
 
         pid, handle = self.fork(child)
@@ -193,29 +199,35 @@ class CommandRound(AbstractRound):
         """Wait for all ranks. If one fails, or the parent interrupts, end the others step by
         step."""
         self.start_clock()
-        steps: list[tuple[float, int]] = []
-        while left := {
-            process.handle: process for process in self.processes if process.status is None
-        }:
-            seconds = steps[0][0] - time.monotonic() if steps else None
-            if seconds is not None and seconds <= 0:
-                self._signal(steps.pop(0)[1])
-                continue
-            for source in self.await_any([*left, self.parent], seconds):
+        signals: list[tuple[float, int]] = []  # to send: (monotonic time, signal), the next first
+        while True:
+            running = {
+                process.handle: process for process in self.processes if process.status is None
+            }
+            if not running:
+                break
+            seconds = None
+            if signals:
+                due, number = signals[0]
+                seconds = due - time.monotonic()
+                if seconds <= 0:
+                    signals.pop(0)
+                    self._signal(number)
+                    continue
+            for source in self.await_any([*running, self.parent], seconds):
                 now = time.monotonic()
                 if source is self.parent:
                     message, _ = self.parent.receive()
                     assert isinstance(message, Interrupt)
                     self._signal(message.signal)
-                    steps = [(now + SAVE_SECONDS, signal.SIGKILL)]
-                elif self._ended(left[source]) and not steps:
-                    steps = [
+                    signals = [(now + SAVE_SECONDS, signal.SIGKILL)]
+                elif self._ended(running[source]) and not signals:
+                    signals = [
                         (now + GRACE_SECONDS, signal.SIGTERM),
                         (now + 2 * GRACE_SECONDS, signal.SIGKILL),
                     ]
-        return Answer(
-            value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes]
-        )
+        codes = [os.waitstatus_to_exitcode(process.status or 0) for process in self.processes]
+        return Answer(value=codes)
 
     def _ended(self, process: Process) -> bool:
         """Record the exit status of a process that has ended; return whether it failed."""
@@ -258,9 +270,8 @@ class FunctionRound(AbstractRound):
         def child() -> None:
             ours.close()
             environment = ranks.launcher_variables(self.bed, rank, self.port, self._threads)
-            ranks.start(
-                self.wiring.net(self.bed.node_of(rank)), environment, os.getcwd(), self.output
-            )
+            net = self.wiring.net(self.bed.node_of(rank))
+            ranks.start(net, environment, os.getcwd(), self.output)
             ranks.call(rank, theirs, self._function, self._arguments, self._threads)
 
         pid, handle = self.fork(child)
@@ -283,32 +294,33 @@ class FunctionRound(AbstractRound):
         end = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < end and len(self._failures) + len(self._results) < world:
             self._collect(max(end - time.monotonic(), 0.0))
-        return Answer(
-            failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds))
-        )
+        # the likely cause: the first process that died, else the first failure
+        causes = [failure for failure in self._failures if failure.died] or self._failures
+        return Answer(failure=min(causes, key=lambda failure: failure.at_seconds))
 
     def _collect(self, seconds: float | None) -> int:
-        """Receive reports of ranks and notice which have ended; return how many became ready."""
-        reported = {failure.rank for failure in self._failures} | set(self._results)
-        left = [process for process in self.processes if process.rank not in reported]
-        by_source = {
-            source: process for process in left for source in (process.line, process.handle)
-        }
+        """Receive reports of ranks and notice which have ended; return how many became ready. Wait
+        for at most `seconds`, None for no limit."""
+        failed = {failure.rank for failure in self._failures}
+        by_source: dict[Any, Process] = {}
+        for process in self.processes:
+            if process.rank not in failed and process.rank not in self._results:
+                by_source[process.line] = process
+                by_source[process.handle] = process
         num_ready = 0
         for source in self.await_any([*by_source, self.parent], seconds):
             if source is self.parent:
                 raise EOFError("the parent hung up")
             process = by_source[source]
-            message = _report_of(process) or (
-                _failure_of_dead(process) if source == process.handle else None
-            )
+            message = _report_of(process)
+            if message is None and source == process.handle:
+                message = _failure_of_dead(process)
             if isinstance(message, ranks.Ready):
                 num_ready += 1
             elif isinstance(message, ranks.Done):
                 self._results[process.rank] = message.result
-            elif message is not None and process.rank not in {
-                failure.rank for failure in self._failures
-            }:
+            elif message is not None and process.rank not in failed:
+                failed.add(process.rank)  # both of its sources may be readable
                 self._failures.append(message)
         return num_ready
 
@@ -336,9 +348,9 @@ def _failure_of_dead(process: Process) -> Failure:
     if process.status is None:
         _, process.status = os.waitpid(process.pid, 0)
     code = os.waitstatus_to_exitcode(process.status)
-    how = (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    )
+    how = f"left with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
     return Failure(
         rank=process.rank,
         reason=f"{how} before it returned",

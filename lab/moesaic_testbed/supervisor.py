@@ -60,7 +60,8 @@ class Supervisor:
             self._channel.send(answer)
 
     def _answer(self, request: object, files: list[int]) -> Answer:
-        """Return the answer to a request."""
+        """Return the answer to a request; `files` are the ranks' standard output and error."""
+        # another port for each run: that of the last one may not be free yet
         port = FIRST_PORT + self._rounds % NUM_PORTS
         self._rounds += 1
         if isinstance(request, RunFunction):

@@ -4,9 +4,13 @@ Every node and the switch are network namespaces. A cable is a veth pair; each o
 the packets that it sends to the cable's rate. The switch is a router, so no bridge module is
 needed.
 
-Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach
-the rate, a larger burst would let short messages through without delay, and a shorter queue would
-drop packets.
+Rates are kept by htb, a queueing discipline of Linux that `tc` sets up for a device; the device
+"lo" has the traffic inside a node. Packets are capped at 16 KiB and queues hold 32 MiB. Packets
+larger than the burst would not reach the rate, a larger burst would let short messages through
+without delay, and a shorter queue would drop packets.
+
+A namespace is called by its name here: "root", the switch, or "node0", "node1" and so on. An end of
+a cable is (name of its namespace, device, address).
 """
 
 from __future__ import annotations
@@ -108,17 +112,22 @@ def addressing(bed: Bed, name: str) -> list[str]:
     """Return `ip` commands that give a namespace its addresses and routes; its cables must
     exist."""
     packets = f"gso_max_size {PACKET_BYTES} gro_max_size {PACKET_BYTES}"
-    shaped = bed.intra is not None and name.startswith("node")
-    addresses = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"]
+    is_shaped = bed.intra is not None and name.startswith("node")
+    loopback = f" mtu {MTU} {packets}" if is_shaped else ""
+    addresses = [f"link set dev lo{loopback} up"]
     routes = []
     for cable in cables(bed):
-        below, above = cable.ends
-        for (owner, device, address), (_, _, other) in ((below, above), (above, below)):
+        node_end, switch_end = cable.ends
+        for end, other_end in ((node_end, switch_end), (switch_end, node_end)):
+            owner, device, address = end
+            _, _, other_address = other_end
             if owner == name:
-                addresses.append(f"address add {address} peer {other} dev {device}")
+                addresses.append(f"address add {address} peer {other_address} dev {device}")
                 addresses.append(f"link set dev {device} {packets} txqueuelen 10000 up")
-        if below[0] == name:
-            routes.append(f"route add 10.64.0.0/16 via {above[2]}")
+        node, _, _ = node_end
+        _, _, switch_address = switch_end
+        if node == name:
+            routes.append(f"route add 10.64.0.0/16 via {switch_address}")
     return addresses + routes
 
 
@@ -141,7 +150,11 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
     """
     cable = cables(bed)[node]
     speed = cable.bytes_per_second if rate is None else bytes_per_second(rate, "rate")
-    return {name: shaping(device, speed, cable.per_message)[1] for name, device, _ in cable.ends}
+    lines = {}
+    for name, device, _ in cable.ends:
+        _, class_line, _ = shaping(device, speed, cable.per_message)
+        lines[name] = class_line
+    return lines
 
 
 class Wiring:
@@ -186,6 +199,7 @@ class Wiring:
     def traffic(self) -> dict[str, Carried]:
         """Return the traffic that every end of every link has sent: "node0 up", "node0 down",
         "node0 inside", ..."""
+        # by (namespace, device), the name of the end
         ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
         for cable in self._cables:
             for (net, device, _), way in zip(cable.ends, ("up", "down")):
@@ -207,17 +221,18 @@ class Wiring:
 
     def _make_cables(self) -> None:
         """Make the cables between networks."""
-        lines = [
-            (
+        lines = []
+        for cable in self._cables:
+            (node, _, _), (_, device, _) = cable.ends
+            lines.append(
                 f"link add {device} mtu {MTU} type veth peer name {NODE_DEVICE} mtu {MTU} netns "
-                f"/proc/self/fd/{self._nets[net]}"
+                f"/proc/self/fd/{self._nets[node]}"
             )
-            for (net, _, _), (_, device, _) in (cable.ends for cable in self._cables)
-        ]
         self._tool("ip", ROOT, lines, share=list(self._nets.values()))
 
     def _tool(self, tool: str, name: str, lines: Sequence[str], share: Sequence[int] = ()) -> None:
-        """Run a tool with lines of commands inside a network."""
+        """Run a tool with lines of commands inside a network; `share` are file descriptors that it
+        inherits."""
         if lines:
             with inside_net(self._nets[name]):
                 _run([tool, "-batch", "-"], lines, share)
@@ -232,14 +247,13 @@ def _counters(net: int) -> dict[str, Carried]:
     shaped = {queue["dev"]: queue for queue in queues if queue["kind"] == "htb"}
     by_device = {}
     for link in links:
+        device = link["ifname"]
         sent = link["stats64"]["tx"]
-        queue = shaped.get(
-            link["ifname"],
-            {"bytes": sent["bytes"], "packets": sent["packets"], "drops": sent["dropped"]},
-        )
-        by_device[link["ifname"]] = Carried(
-            bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"]
-        )
+        dropped = sent["dropped"]
+        if device in shaped:
+            sent = shaped[device]
+            dropped = sent["drops"]
+        by_device[device] = Carried(bytes=sent["bytes"], packets=sent["packets"], dropped=dropped)
     return by_device
 
 
@@ -257,8 +271,7 @@ def _run(words: Sequence[str], lines: Sequence[str] = (), share: Sequence[int] =
     except FileNotFoundError as error:
         raise WiringError(f"`{words[0]}` is missing") from error
     if process.returncode:
-        messages = [line for line in process.stderr.splitlines() if line.strip()] or [
-            f"exit code {process.returncode}"
-        ]
-        raise WiringError(f"`{words[0]}` said: {messages[0].strip()}")
+        messages = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+        reason = messages[0] if messages else f"exit code {process.returncode}"
+        raise WiringError(f"`{words[0]}` said: {reason}")
     return process.stdout

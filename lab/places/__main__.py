@@ -54,9 +54,8 @@ def main(
 def heading(root: Path, commit: str) -> str:
     """Return what was tried: the commit, and whether the working tree has more."""
     changed = git(root, "status", "--porcelain").strip()
-    return f"Moesaic {commit[:12]}" + (
-        ", without the changes that are not committed" if changed else ""
-    )
+    more = ", without the changes that are not committed" if changed else ""
+    return f"Moesaic {commit[:12]}{more}"
 
 
 def git(root: Path, *words: str) -> str:

@@ -159,10 +159,13 @@ def debian(root: Path, release: str) -> Ground:
         timeout=1200,
         check=True,
     )
-    reach = [
-        Path(kept()[name]) for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE") if name in kept()
+    variables = kept()
+    certificates = [
+        Path(variables[name])
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        if name in variables
     ]
-    for path in (Path("/etc/resolv.conf"), Path("/etc/hosts"), *reach):
+    for path in (Path("/etc/resolv.conf"), Path("/etc/hosts"), *certificates):
         copy = root / path.relative_to("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
@@ -173,7 +176,7 @@ def debian(root: Path, release: str) -> Ground:
     )
     return Ground(
         folder=home,
-        variables={"HOME": home, **kept()},
+        variables={"HOME": home, **variables},
         environment="moesaic/.venv",
         prefix=("unshare", "--mount", "--", "sh", "-c", BELOW, "sh", str(root), "1000:1000"),
         root=root,

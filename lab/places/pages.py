@@ -1,5 +1,9 @@
 """The commands and files that pages print: of fenced blocks, of indented ones, also in numbered
-lists, and between backquotes."""
+lists, and between backquotes.
+
+A fence is a line that begins with three backquotes; a block stands between two of them. An indented
+block has at least 4 spaces, or 8 in a list, and begins after an empty line.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +29,46 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """Return the blocks of a page in order, without indentation."""
     found = []
-    lines = iter(page.splitlines())
     is_list = False
     above = ""
-    taken: list[str] = []
-    for line in [*lines, ""]:
-        deep = len(line) - len(line.lstrip())
+    open_block: list[str] = []  # lines so far: a fence and what follows, or an indented block
+    for line in [*page.splitlines(), ""]:
+        indentation = len(line) - len(line.lstrip())
         least = 8 if is_list else 4
-        if taken and taken[0].startswith("```"):
+        if open_block and open_block[0].startswith("```"):
             if line.strip() == "```":
-                found.append(Block(taken[0][3:].strip(), _left(taken[1:])))
-                taken = []
+                fence, *text = open_block
+                language = fence.removeprefix("```").strip()
+                found.append(Block(language, _left(text)))
+                open_block = []
             else:
-                taken.append(line)
+                open_block.append(line)
             continue
-        if line.strip() and deep >= least and (taken or not above.strip()):
-            taken.append(line)
-        elif taken and not line.strip():
-            taken.append("")
+
+        may_be_code = bool(open_block) or not above.strip()
+        if line.strip() and indentation >= least and may_be_code:
+            open_block.append(line)
+        elif open_block and not line.strip():
+            open_block.append("")
         else:
-            if taken:
-                found.append(Block("indented", _left(taken)))
-            taken = [line.strip()] if line.lstrip().startswith("```") else []
+            if open_block:
+                found.append(Block("indented", _left(open_block)))
+            open_block = [line.strip()] if line.lstrip().startswith("```") else []
             if re.match(r"(?:\d+\.|[-*]) ", line):
                 is_list = True
-            elif line.strip() and not deep:
+            elif line.strip() and not indentation:
                 is_list = False
             found += [Block("inline", text) for text in re.findall(r"`([^`]+)`", line)]
         above = line
-    if taken:
-        found.append(Block("indented", _left(taken)))
+    if open_block:
+        found.append(Block("indented", _left(open_block)))
     return found
 
 
 def _left(lines: list[str]) -> str:
     """Return lines without their common indentation."""
-    least = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    indentations = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
+    least = min(indentations, default=0)
     return "\n".join(line[least:] for line in lines).strip("\n")
 
 
@@ -69,11 +77,13 @@ def commands_in(block: Block) -> list[tuple[str, ...]]:
     reader adds."""
     if block.language in ("python", "toml"):
         return []
-    return [
-        tuple(shlex.split(line, comments=True))
-        for line in re.sub(r"\\\n\s*", "", block.text).splitlines()
-        if line.split(" ")[0] in PROGRAMS and not TOLD.search(line)
-    ]
+    joined = re.sub(r"\\\n\s*", "", block.text)  # a backslash continues a line
+    found = []
+    for line in joined.splitlines():
+        program, *_ = line.split(" ")
+        if program in PROGRAMS and not TOLD.search(line):
+            found.append(tuple(shlex.split(line, comments=True)))
+    return found
 
 
 def commands(page: str) -> list[tuple[str, ...]]:

@@ -67,8 +67,8 @@ class Place:
 def interpreter(version: str) -> str | None:
     """Return the CPython of a version on PATH or in pyenv, by the path of the program itself."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
-    for candidate in (f"python{version}", *map(str, found)):
+    of_pyenv = sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
+    for candidate in (f"python{version}", *map(str, of_pyenv)):
         words = (
             candidate,
             "-c",
@@ -78,8 +78,10 @@ def interpreter(version: str) -> str | None:
             done = subprocess.run(words, capture_output=True, text=True)
         except OSError:
             continue
-        if done.returncode == 0 and done.stdout.split()[-1] == version:
-            return done.stdout.rsplit(maxsplit=1)[0]
+        if done.returncode == 0:
+            program, found_version = done.stdout.rsplit(maxsplit=1)
+            if found_version == version:
+                return program
     return None
 
 
@@ -125,9 +127,8 @@ def odd_folder(folder: Path) -> ground.Ground:
     It lies among temporary files, since such a user cannot read where a checkout may be; the
     place's folder links to it.
     """
-    target = Path(
-        tempfile.mkdtemp(prefix=TEMPORARY, dir="/var/tmp" if os.path.isdir("/var/tmp") else None)
-    )
+    temporary = "/var/tmp" if os.path.isdir("/var/tmp") else None
+    target = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=temporary))
     target.chmod(0o755)
     folder.symlink_to(target)
     return ground.without_rights(target / "été sans droits")

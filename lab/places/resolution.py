@@ -1,5 +1,10 @@
 """Resolution: whether every extra and every set-up has a solution for each Python on each system.
-Nothing is downloaded."""
+Nothing is downloaded.
+
+A question is a list of requirements; uv, a resolver, answers it for one Python and one system with
+a version of each package, or says why there is no solution. An extra is a name of optional
+requirements, as in "moesaic[train]".
+"""
 
 from __future__ import annotations
 
@@ -77,28 +82,30 @@ class Answer:
 def extras(project: str) -> list[str]:
     """Return the names of the extras in the text of a pyproject.toml; Python 3.10 has no reader of
     TOML."""
-    section = project.split("\n[project.optional-dependencies]\n", 1)[1].split("\n[", 1)[0]
+    _, after_title = project.split("\n[project.optional-dependencies]\n", 1)
+    section, *_ = after_title.split("\n[", 1)
     return re.findall(r"^([\w-]+) = \[", section, re.MULTILINE)
 
 
 def extras_of(clone: Path) -> list[Question]:
     """Return the questions for the library and the laboratory, each alone and with each of their
     extras."""
-    found = []
-    for name, place, with_it in (("moesaic", ".", ()), ("moesaic-lab", "./lab", ("-e .",))):
-        text = (clone / place / "pyproject.toml").read_text(encoding="utf-8")
-        for extra in ("", *(f"[{extra}]" for extra in extras(text))):
-            found.append(
-                Question(name=f"{name}{extra}", requirements=(*with_it, f"-e {place}{extra}"))
-            )
-    return found
+    questions = []
+    # name, folder, and what is installed along with it
+    for name, folder, along in (("moesaic", ".", ()), ("moesaic-lab", "./lab", ("-e .",))):
+        text = (clone / folder / "pyproject.toml").read_text(encoding="utf-8")
+        suffixes = ["", *(f"[{extra}]" for extra in extras(text))]
+        for suffix in suffixes:
+            requirements = (*along, f"-e {folder}{suffix}")
+            questions.append(Question(name=f"{name}{suffix}", requirements=requirements))
+    return questions
 
 
 def set_up_line(printed: str) -> tuple[tuple[str, ...], str]:
     """Return the requirements and the constraints of the set-up that `make --dry-run` prints."""
     for line in printed.splitlines():
-        words = shlex.split(line) if "pip install" in line and " -c " in line else []
-        if words:
+        if "pip install" in line and " -c " in line:
+            words = shlex.split(line)
             constraints = words[words.index("-c") + 1]
             editable = [words[at + 1] for at, word in enumerate(words) if word == "-e"]
             return tuple(f"-e {name}" for name in editable), constraints
@@ -147,11 +154,17 @@ def resolver(ground: Ground) -> tuple[str, ...]:
 
 
 def verdict(question: Question, python: str, system: str, code: int, said: str) -> str:
-    """Return what is wrong with an answer, in a line; empty where it is as expected."""
-    blamed = [package for *where, package in REFUSED if where == [python, system, question.name]]
+    """Return what is wrong with an answer, in a line; empty where it is as expected. `code` is the
+    resolver's exit code, `said` its standard error."""
+    blamed = []
+    for refused_python, refused_system, name, package in REFUSED:
+        if (refused_python, refused_system, name) == (python, system, question.name):
+            blamed.append(package)
+    if code == 0 and not blamed:
+        return ""
     if code == 0:
-        return f"has a solution now: take it out of REFUSED ({', '.join(blamed)})" if blamed else ""
-    if blamed and any(re.search(rf"\b{package}\b", said) for package in blamed):
+        return f"has a solution now: take it out of REFUSED ({', '.join(blamed)})"
+    if any(re.search(rf"\b{package}\b", said) for package in blamed):
         return ""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return " ".join(lines)[:400] or f"exit code {code}"
@@ -199,24 +212,29 @@ def ask_all(uv: Sequence[str], ground: Ground, python: str) -> list[Answer]:
     """Resolve every question for a Python on every system."""
     clone = ground.here("moesaic")
     questions = [*extras_of(clone), *set_ups(clone, python)]
-    asked = [(question, system) for question in questions for system in SYSTEMS]
+
+    def answer(pair: tuple[Question, str]) -> Answer:
+        question, system = pair
+        return ask(uv, ground, question, python, system)
+
+    pairs = [(question, system) for question in questions for system in SYSTEMS]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda each: ask(uv, ground, each[0], python, each[1]), asked))
+        return list(pool.map(answer, pairs))
 
 
 def summary(answers: Sequence[Answer]) -> tuple[str, str]:
     """Return what a row says of a Python's answers, and the torch of the library's `train` on each
     system."""
-    wrong = [f"{each.question.name} on {each.system}" for each in answers if each.wrong]
-    refused = {tuple(where) for *where, _ in REFUSED}
-    expected = sum((each.python, each.system, each.question.name) in refused for each in answers)
-    right = f"{len(answers) - expected} resolve, {expected} refused as they must be"
-    torches = [
+    torches = ", ".join(
         f"{each.system} {each.torch}" for each in answers if each.question.name == "moesaic[train]"
-    ]
-    return (f"{', '.join(wrong[:3])}{' ...' if wrong[3:] else ''}" if wrong else right), ", ".join(
-        torches
     )
+    wrong = [f"{each.question.name} on {each.system}" for each in answers if each.wrong]
+    if wrong:
+        more = " ..." if len(wrong) > 3 else ""
+        return ", ".join(wrong[:3]) + more, torches
+    refused = {(python, system, name) for python, system, name, _ in REFUSED}
+    expected = sum((each.python, each.system, each.question.name) in refused for each in answers)
+    return f"{len(answers) - expected} resolve, {expected} refused as they must be", torches
 
 
 def details(answers: Sequence[Answer]) -> str:

@@ -1,5 +1,10 @@
 """The smoke test: what a stranger does in the first half hour, with the commands that the pages
-print."""
+print.
+
+A place is an environment to try; its ground (`ground.py`) is the folder there, with the variables
+and the user of its commands. Each function here returns steps: commands with what they must leave
+behind. README's section "Commands" prints two: one that trains, and one that plans.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +31,19 @@ def blocks(page: str) -> list[str]:
 
 def commands(page: str, section: str) -> list[tuple[str, ...]]:
     """Return the commands that a section of a page prints: its indented lines, without comments."""
-    text = page.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
-    return [
-        tuple(shlex.split(line, comments=True))
-        for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-    ]
+    _, after_title = page.split(f"\n## {section}\n", 1)
+    text, *_ = after_title.split("\n## ", 1)
+    lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+    return [tuple(shlex.split(line, comments=True)) for line in lines]
 
 
 def install_line(readme: str) -> tuple[str, ...]:
     """Return README's line that installs, as words."""
-    (line,) = [words for words in commands(readme, "Install") if words[:2] == ("pip", "install")]
+    installing = []
+    for words in commands(readme, "Install"):
+        if words[:2] == ("pip", "install"):
+            installing.append(words)
+    (line,) = installing
     return line
 
 
@@ -62,7 +70,8 @@ def set_up_from_readme(
     """
     words = install_line(readme_of(ground))
     if without_transformers:
-        words = (*words[:-1], ".[train]")
+        *start, _ = words
+        words = (*start, ".[train]")
     if torch is not None:
         words = (*words, f"torch=={torch}")
     environment = (python, "-m", "venv", ground.inside(ground.environment))
@@ -80,17 +89,14 @@ def set_up_from_make() -> list[Step]:
 def train_and_look(readme: str) -> list[Step]:
     """Return training with a save, a resume on another mesh, a sample and the report."""
     train, _ = commands(readme, "Commands")
-    short = f"--steps 20 --save.every 10 --out {RUN} {SMALL}"
+    short = f"--steps 20 --save.every 10 --out {RUN} {SMALL}".split()
     again = f"--config {RUN}/config.json --existing resume --steps 30 --mesh.ep 2"
-    resume = f"torchrun --nproc-per-node 2 -m moesaic train {again}"
+    resume = f"torchrun --nproc-per-node 2 -m moesaic train {again}".split()
+    sample = ("moesaic", "sample", RUN, "--prompt", "The ", "--tokens", "20")
     return [
-        Step(name="train", command=(*train, *short.split()), says="done: .* step 20", makes=(RUN,)),
-        Step(name="resume on 2 ranks", command=tuple(resume.split()), says="done: .* step 30"),
-        Step(
-            name="sample",
-            command=("moesaic", "sample", RUN, "--prompt", "The ", "--tokens", "20"),
-            says="The ",
-        ),
+        Step(name="train", command=(*train, *short), says="done: .* step 20", makes=(RUN,)),
+        Step(name="resume on 2 ranks", command=tuple(resume), says="done: .* step 30"),
+        Step(name="sample", command=sample, says="The "),
         Step(name="report", command=("moesaic", "report", RUN), makes=(f"{RUN}/report.html",)),
     ]
 
@@ -98,40 +104,41 @@ def train_and_look(readme: str) -> list[Step]:
 def readme_as_written(ground: Ground, readme: str, *, without_transformers: bool) -> list[Step]:
     """Return README's blocks, those for several ranks under torchrun, and its command of the
     planner."""
-    found = []
+    steps = []
     for number, block in enumerate(blocks(readme), start=1):
         if without_transformers and "transformers" in block:
             continue
-        ranks = re.match(r"# torchrun --nproc-per-node (\d+) ", block)
-        start = ("torchrun", "--nproc-per-node", ranks[1]) if ranks else ("python",)
-        found.append(
-            Step(
-                name=f"README block {number}", command=(*start, ground.inside(f"block{number}.py"))
-            )
-        )
+        start = ["python"]
+        launch = re.match(r"# torchrun --nproc-per-node (\d+) ", block)
+        if launch:
+            start = ["torchrun", "--nproc-per-node", launch[1]]
+        file = ground.inside(f"block{number}.py")
+        steps.append(Step(name=f"README block {number}", command=(*start, file)))
     _, plan = commands(readme, "Commands")
-    return [*found, Step(name="README plan", command=plan, says="tokens/s")]
+    return [*steps, Step(name="README plan", command=plan, says="tokens/s")]
 
 
 def fine_tune(ground: Ground, *, is_installed: bool) -> list[Step]:
     """Return `finetune` of a tiny model, after the install line of its page unless its extra is
     there."""
     model = ground.inside("tiny")
-    command = f"--out {RUN}-finetune --steps 4 --save-every 2 --length 64 --batch 2 --merge"
-    result = (f"{RUN}-finetune/adapter_model.safetensors", f"{RUN}-finetune/merged/config.json")
-    install = Step(
-        name="install finetune", command=("pip", "install", ".[finetune]"), minutes=INSTALL_MINUTES
-    )
-    return [
-        *([] if is_installed else [install]),
-        Step(name="tiny model", command=("python", "lab/places/tiny_model.py", model)),
+    out = f"{RUN}-finetune"
+    options = f"--out {out} --steps 4 --save-every 2 --length 64 --batch 2 --merge".split()
+    steps = []
+    if not is_installed:
+        install = ("pip", "install", ".[finetune]")
+        steps.append(Step(name="install finetune", command=install, minutes=INSTALL_MINUTES))
+    make_model = ("python", "lab/places/tiny_model.py", model)
+    steps.append(Step(name="tiny model", command=make_model))
+    steps.append(
         Step(
             name="finetune",
-            command=("moesaic", "finetune", model, "README.md", *command.split()),
-            makes=result,
+            command=("moesaic", "finetune", model, "README.md", *options),
+            makes=(f"{out}/adapter_model.safetensors", f"{out}/merged/config.json"),
             says="step 4, loss",
-        ),
-    ]
+        )
+    )
+    return steps
 
 
 def check() -> Step:
@@ -142,29 +149,25 @@ def check() -> Step:
 def whole(
     ground: Ground, set_up: list[Step], *, without_transformers: bool, has_finetune: bool
 ) -> list[Step]:
-    """Return the whole smoke test after the steps that set up."""
+    """Return the whole smoke test after the steps that set up; `has_finetune` says that they
+    install the extra for fine-tuning too."""
     readme = readme_of(ground)
     write_blocks(ground, readme)
-    return [
-        *set_up,
-        *train_and_look(readme),
-        *readme_as_written(ground, readme, without_transformers=without_transformers),
-        *([] if without_transformers else fine_tune(ground, is_installed=has_finetune)),
-        check(),
-    ]
+    steps = [*set_up, *train_and_look(readme)]
+    steps += readme_as_written(ground, readme, without_transformers=without_transformers)
+    if not without_transformers:
+        steps += fine_tune(ground, is_installed=has_finetune)
+    return [*steps, check()]
 
 
 def walks(ground: Ground, python: str) -> list[Step]:
     """Return README's install line, then the walk-throughs of pages as printed."""
     docs = ground.here("moesaic") / "docs"
-    return [
-        *set_up_from_readme(ground, python, without_transformers=False, torch=None),
-        *(
-            step
-            for page in PAGES
-            for step in walk(page, (docs / f"{page}.md").read_text("utf-8"), ground)
-        ),
-    ]
+    steps = set_up_from_readme(ground, python, without_transformers=False, torch=None)
+    for page in PAGES:
+        text = (docs / f"{page}.md").read_text("utf-8")
+        steps += walk(page, text, ground)
+    return steps
 
 
 def planner_and_layer(ground: Ground, python: str) -> list[Step]:

@@ -56,7 +56,8 @@ def run(step: Step, ground: Ground, log: Path) -> str | None:
         return f"still running after {step.minutes:g} minutes"
     if code != 0:
         lines = [line.strip() for line in said.splitlines() if line.strip()]
-        return f"exit code {code}: {lines[-1][:160] if lines else 'nothing was printed'}"
+        last = lines[-1][:160] if lines else "nothing was printed"
+        return f"exit code {code}: {last}"
     missing = [name for name in step.makes if not ground.here(f"moesaic/{name}").exists()]
     if missing:
         return f"did not write {', '.join(missing)}"

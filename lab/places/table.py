@@ -51,10 +51,11 @@ def render(rows: Sequence[Row], heading: str) -> str:
     lines = [names, *(astuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
     lines.insert(1, tuple("-" * width for width in widths))
-    padded = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
-    return "\n".join([heading, "", *padded]) + "\n"
+    text = [heading, ""]
+    for line in lines:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths)]
+        text.append("  ".join(padded).rstrip())
+    return "\n".join(text) + "\n"
 
 
 def exit_code(judged: Sequence[Judged]) -> int:

@@ -19,9 +19,8 @@ def write(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     letters = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
-    )
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))  # without merges: a token is a byte
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     torch.manual_seed(0)

@@ -1,5 +1,10 @@
 """A visit to a place: make its ground, run its steps, and say what came of it in rows of the
-table."""
+table.
+
+`root` is the checkout that is tried, at the commit `commit`; `folder` is the place's own in
+`build/places`, with its log and, below `work`, its ground. What is wrong with a step is told as a
+line, empty where nothing is.
+"""
 
 from __future__ import annotations
 
@@ -96,16 +101,16 @@ def try_out(place: Place, root: Path, commit: str, ground: Ground, folder: Path)
     """Run the steps of a place up to the first that fails; return its row."""
     log = folder / "log.txt"
     start = time.monotonic()
-    wrong = take(smoke.clone(root, commit, ground), outside(ground), place, log)
+    cloning = smoke.clone(root, commit, ground)
+    wrong = take(cloning, outside(ground), place, log)
     if not wrong:
         steps = steps_of(place, ground)
         ground.give()
         wrong = take(steps, ground, place, log)
     python, torch = versions(ground)
     packages = folder / "packages.txt"
-    packages.write_text(
-        ask(ground, f"{ground.programs}/python", "-m", "pip", "list"), encoding="utf-8"
-    )
+    listed = ask(ground, f"{ground.programs}/python", "-m", "pip", "list")
+    packages.write_text(listed, encoding="utf-8")
     row = Row(
         place=place.name,
         result=f"failed at {wrong}" if wrong else "ok",
@@ -114,9 +119,14 @@ def try_out(place: Place, root: Path, commit: str, ground: Ground, folder: Path)
         python=python,
         torch=torch,
         seconds=f"{time.monotonic() - start:.0f}",
-        packages=packages.relative_to(folder.parent.parent.parent).as_posix(),
+        packages=from_root(packages, folder),
     )
     return Judged(row=row, outcome=Outcome.FAILED if wrong else Outcome.OK)
+
+
+def from_root(file: Path, folder: Path) -> str:
+    """Return a file in a place's folder, `build/places/NAME`, relative to the checkout."""
+    return file.relative_to(folder.parent.parent.parent).as_posix()
 
 
 def steps_of(place: Place, ground: Ground) -> list[Step]:
@@ -125,9 +135,8 @@ def steps_of(place: Place, ground: Ground) -> list[Step]:
     if place.kind is Kind.SMALL:
         return smoke.planner_and_layer(ground, python)
     if place.kind is Kind.MAKE:
-        return smoke.whole(
-            ground, smoke.set_up_from_make(), without_transformers=False, has_finetune=True
-        )
+        set_up = smoke.set_up_from_make()
+        return smoke.whole(ground, set_up, without_transformers=False, has_finetune=True)
     if place.kind is Kind.WALKS:
         return smoke.walks(ground, python)
     without = place.without_transformers
@@ -152,17 +161,20 @@ def take(steps: Iterable[Step], ground: Ground, place: Place, log: Path) -> str:
 
 def resolve(place: Place, root: Path, commit: str, ground: Ground, folder: Path) -> list[Judged]:
     """Resolve for every Python and system; return a row for each Python."""
-    wrong = take(smoke.clone(root, commit, ground), outside(ground), place, folder / "log.txt")
+    cloning = smoke.clone(root, commit, ground)
+    wrong = take(cloning, outside(ground), place, folder / "log.txt")
     if wrong:
-        return [failed(place, *wrong.split(": ", 1))]
+        step, reason = wrong.split(": ", 1)
+        return [failed(place, step, reason)]
     judged = []
+    file = folder / "answers.txt"
     try:
         uv = resolution.resolver(ground)
         for python in resolution.PYTHONS:
             start = time.monotonic()
             answers = resolution.ask_all(uv, ground, python)
-            with (folder / "answers.txt").open("a", encoding="utf-8") as file:
-                file.write(resolution.details(answers))
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(resolution.details(answers))
             said, torch = resolution.summary(answers)
             is_wrong = any(answer.wrong for answer in answers)
             row = Row(
@@ -173,9 +185,7 @@ def resolve(place: Place, root: Path, commit: str, ground: Ground, folder: Path)
                 python=python,
                 torch=torch,
                 seconds=f"{time.monotonic() - start:.0f}",
-                packages=(folder / "answers.txt")
-                .relative_to(folder.parent.parent.parent)
-                .as_posix(),
+                packages=from_root(file, folder),
             )
             say(f"{row.place}: {row.result}, {row.seconds} s")
             judged.append(Judged(row=row, outcome=Outcome.FAILED if is_wrong else Outcome.OK))
@@ -215,9 +225,10 @@ def ask(ground: Ground, *words: str) -> str:
 
 def versions(ground: Ground) -> tuple[str, str]:
     """Return the versions of Python and torch in a place's environment."""
-    python, torch = json.loads(
-        ask(ground, f"{ground.programs}/python", "-c", VERSIONS) or '["-", "-"]'
-    )
+    printed = ask(ground, f"{ground.programs}/python", "-c", VERSIONS)
+    if not printed:
+        return "-", "-"
+    python, torch = json.loads(printed)
     return python, torch
 
 

@@ -1,5 +1,9 @@
 """The walk-throughs of pages, run as printed: their files, their Python blocks and their commands,
-in the order of the page."""
+in the order of the page.
+
+Words are added to a printed command only to make it short. What a page supposes in a reader's
+folder (`SUPPOSED`) is made first.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +100,8 @@ def _names(text: str) -> list[str]:
 
 
 def _python(page: str, number: int, block: Block, ground: Ground, folder: str) -> Iterator[Step]:
+    """Write a Python block into a file and yield the step that runs it, under torchrun if its first
+    line says so. Without a name in that line, the file has the block's number."""
     launch = LAUNCHED.match(block.text)
     ranks, name = launch.groups("") if launch else ("", f"block{number}.py")
     ground.here(f"{folder}/{name}").write_text(block.text + "\n", encoding="utf-8")
@@ -106,6 +112,7 @@ def _python(page: str, number: int, block: Block, ground: Ground, folder: str) -
 
 
 def _command(page: str, words: tuple[str, ...], folder: str) -> Step:
+    """Return the step of a printed command, with what makes it short."""
     more = []
     if "profile" in words:
         more += QUICK.split()

@@ -32,11 +32,16 @@ from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, byte_size, table
+from moesaic_testbed.bed import Bed
 
 DOMINATES = 2
 """The charge per message dominates if it is at least this many times the bytes of one of linear's
 messages."""
 FOUR_MIB_KIB = 4096
+
+
+Job = tuple[Sweep, int]
+"""A sweep and one of its sizes in KiB per rank; 0 for a dispatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +60,36 @@ def run(config: CommConfig, told: Told, keep: str | None) -> list[CommCell]:
         RuntimeError: a method delivers wrong rows.
     """
 
-    def measure(ranks: KeptRanks, job: tuple[Sweep, int]) -> CommCell:
+    def measure(ranks: KeptRanks, job: Job) -> CommCell:
         sweep, size_kib = job
         of_ranks = ranks.run(side.measure, sweep, size_kib, config)
-        if sweep.kind == "dispatch":
+        if sweep.kind == "dispatch":  # its size follows from its tokens
             size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
         return CommCell(sweep=sweep, size_kib=size_kib, **joined(of_ranks, sweep.bed))
 
-    def about(job: tuple[Sweep, int]) -> str:
-        return f"{job[0].kind} on {job[0].label}" + (
-            f", {byte_size(1024 * job[1])}" if job[1] else ""
-        )
+    def about(job: Job) -> str:
+        sweep, size_kib = job
+        size = f", {byte_size(1024 * size_kib)}" if size_kib else ""
+        return f"{sweep.kind} on {sweep.label}{size}"
 
-    jobs = [
-        (sweep, size)
-        for sweep in config.cells
-        for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
-    ]
-    return on_beds(jobs, lambda job: job[0].bed, about, measure, told=told, keep=keep)
+    def bed_of(job: Job) -> Bed:
+        sweep, _ = job
+        return sweep.bed
+
+    jobs: list[Job] = []
+    for sweep in config.cells:
+        sizes = (0,) if sweep.kind == "dispatch" else sweep.sizes_kib
+        jobs += [(sweep, size_kib) for size_kib in sizes]
+    return on_beds(jobs, bed_of, about, measure, told=told, keep=keep)
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
 
     def top8() -> CommCell:
+        dispatches = [cell for cell in cells if cell.sweep.kind == "dispatch"]
         chosen = [
-            c
-            for c in cells
-            if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8
+            cell for cell in dispatches if cell.sweep.shape == "2x2" and cell.sweep.top_k == 8
         ]
         return some(chosen, "of a dispatch with top_k 8 on 2x2")[0]
 
@@ -108,7 +115,8 @@ def link_share(cells: Sequence[CommCell]) -> float:
     ]
     cell = some(chosen, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
-    return enough(paired([cell.bound("linear")] * len(seconds), seconds)).low
+    limits = [cell.bound("linear")] * len(seconds)
+    return enough(paired(limits, seconds)).low
 
 
 def over_longer_lane(cells: Sequence[CommCell]) -> float:
@@ -131,27 +139,31 @@ def multicast_bytes(cell: CommCell) -> float:
 
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast over its link limit, the median over all dispatches."""
-    chosen = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
-    return statistics.median(c.timings["multicast"].median / c.bound("multicast") for c in chosen)
+    chosen = some([cell for cell in cells if cell.sweep.kind == "dispatch"], "of a dispatch")
+    return statistics.median(
+        cell.timings["multicast"].median / cell.bound("multicast") for cell in chosen
+    )
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
     """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the
     charge per message dominates."""
-    ratios = [
-        cell.ratio("hier2d", "linear").median
-        for cell in cells
-        if cell.sweep.kind == "exchange"
-        and cell.sweep.shape == "4x4"
-        and {"hier2d", "linear"} <= set(cell.timings)
-        if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
-    ]
+    ratios = []
+    for cell in cells:
+        sweep = cell.sweep
+        if sweep.kind != "exchange" or sweep.shape != "4x4":
+            continue
+        message_bytes = 1024 * cell.size_kib / sweep.world  # linear sends one to each rank
+        is_dominated = sweep.per_message >= DOMINATES * message_bytes
+        if is_dominated and {"hier2d", "linear"} <= set(cell.timings):
+            ratios.append(cell.ratio("hier2d", "linear").median)
     return statistics.median(some(ratios, "on 4x4 where a cost per message dominates"))
 
 
 def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     """Return a row per method."""
-    first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
+    first_name = "linear" if "linear" in cell.timings else next(iter(cell.timings))
+    first = cell.timings[first_name]
     return [
         {
             "what": cell.sweep.kind,
@@ -181,11 +193,13 @@ measured."""
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
     """Return the tables for a terminal, one per kind and bed."""
+
+    def kind_and_bed(cell: CommCell) -> tuple[str, str]:
+        return cell.sweep.kind, cell.sweep.label
+
     all_tables = []
-    for (kind, label), of_bed in itertools.groupby(
-        cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)
-    ):
-        rows = [row for cell in of_bed for row in rows_of(cell)]
+    for (kind, label), group in itertools.groupby(cells, key=kind_and_bed):
+        rows = [row for cell in group for row in rows_of(cell)]
         all_tables.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
     return all_tables
 
@@ -193,16 +207,16 @@ def tables(cells: Sequence[CommCell]) -> list[Table]:
 def panels(cells: Sequence[CommCell]) -> list[Panel]:
     """Return a panel per bed of the all-to-alls, and one panel each for lanes and dispatches."""
     all_panels = []
-    by_bed = sorted(
-        (c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib)
-    )
-    for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
-        all_panels.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
+    exchanges = [cell for cell in cells if cell.sweep.kind == "exchange"]
+    exchanges.sort(key=lambda cell: (cell.sweep.label, cell.size_kib))
+    for label, group in itertools.groupby(exchanges, key=lambda cell: cell.sweep.label):
+        all_panels.append(_over_sizes(f"all-to-all, {label}", list(group)))
     for kind, title in (
         ("lanes", "two lanes, alone and at once"),
         ("dispatch", "dispatch: copies, or once per node"),
     ):
-        if chosen := [cell for cell in cells if cell.sweep.kind == kind]:
+        chosen = [cell for cell in cells if cell.sweep.kind == kind]
+        if chosen:
             all_panels.append(bars(title, chosen, _label))
     return all_panels
 
@@ -211,7 +225,8 @@ def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
     """Return a panel of times over sizes, as multiples of the lowest link limit of all methods at
     that size."""
     sizes = [float(cell.size_kib) for cell in cells]
-    scales = [1 / min(map(cell.bound, cell.timings)) for cell in cells]
+    lowest_limits = [min(cell.bound(method) for method in cell.timings) for cell in cells]
+    scales = [1 / limit for limit in lowest_limits]
     return Panel(
         title=title,
         x_title="per rank",

@@ -65,12 +65,11 @@ class Sweep(Place):
     @property
     def dispatches(self) -> dict[str, tuple[str, int]]:
         """(all-to-all, chunks) of the methods of a dispatch, by name."""
-        names = {
-            chunks: MULTICAST if chunks == 1 else f"{MULTICAST}/{chunks}" for chunks in self.chunks
-        }
-        return {"linear": ("linear", 1)} | {
-            name: (MULTICAST, chunks) for chunks, name in names.items()
-        }
+        methods = {"linear": ("linear", 1)}
+        for chunks in self.chunks:
+            name = MULTICAST if chunks == 1 else f"{MULTICAST}/{chunks}"
+            methods[name] = (MULTICAST, chunks)
+        return methods
 
     @property
     def label(self) -> str:
@@ -80,19 +79,24 @@ class Sweep(Place):
         )
 
     def rows_of(self, size_kib: int, dim: int) -> int:
-        """Return the number of float32 rows that a rank holds.
+        """Return the number of float32 rows that a rank holds; it sends equally many to each rank.
+
+        Args:
+            size_kib: size of all rows of a rank, in KiB.
+            dim: columns of a row.
 
         Raises:
             InputError: the rows do not split evenly over the ranks.
         """
-        rows, remainder = divmod(size_kib * 1024, dim * 4 * self.world)
-        if remainder or not rows:
+        step_bytes = dim * 4 * self.world  # one row for each rank
+        rows_per_target, remainder = divmod(size_kib * 1024, step_bytes)
+        if remainder or not rows_per_target:
             raise InputError(
                 f"{self.kind} on {self.shape}: {size_kib} KiB are not a whole number of rows of "
                 f"{dim} float32 for each of {self.world} ranks: choose a multiple of "
-                f"{max(dim * 4 * self.world // 1024, 1)}, or another dim"
+                f"{max(step_bytes // 1024, 1)}, or another dim"
             )
-        return rows * self.world
+        return rows_per_target * self.world
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,10 @@
 """The programs of the communication benchmark: one movement of rows by each all-to-all, and a
-layer's dispatch."""
+layer's dispatch.
+
+A program is a list of tasks (`moesaic.program.task`) that read and write named slots, the same on
+all ranks; `CallSizes` has the numbers of rows of one call. A copy is a row that a token sends to
+one of its experts. Experts are split evenly over all ranks, in order.
+"""
 
 from __future__ import annotations
 
@@ -56,21 +61,17 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
             only those that leave it.
     """
     build = Builder("exchange")
-    build.move(
-        build.input("rows", Kind.ROWS, Layout(), {}),
-        "h",
-        AT_EXPERTS,
-        group=("ep", "etp"),
-        states={},
-        stage=Stage.DISPATCH,
-    )
+    rows_slot = build.input("rows", Kind.ROWS, Layout(), {})
+    build.move(rows_slot, "h", AT_EXPERTS, group=("ep", "etp"), states={}, stage=Stage.DISPATCH)
     program = route_all_to_all(build.build("h"), algorithm, grid)
     validate(program)
+
     node = np.array([grid.node_of(rank) for rank in range(grid.world)])
-    same = node[:, None] == node[None, :]
-    chosen = {"all": np.ones_like(same), "inside": same, "across": ~same}[which]
+    same_node = node[:, None] == node[None, :]  # (source, target)
+    chosen = {"all": np.ones_like(same_node), "inside": same_node, "across": ~same_node}[which]
     copies = np.where(chosen, rows // grid.world, 0)
-    return Work(program=program, sizes=CallSizes(grid, copies, copies.sum(axis=1)), copies=copies)
+    sizes = CallSizes(grid, copies, copies.sum(axis=1))
+    return Work(program=program, sizes=sizes, copies=copies)
 
 
 def dispatch(
@@ -104,12 +105,14 @@ def until_experts(program: Program) -> Program:
     outputs: list[str] = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
-            outputs += task.reads[:2]
+            outputs += task.reads[:2]  # rows and routing weights
         if task.op is Op.EXPERT or after_experts.intersection(task.reads):
             after_experts.update(task.writes)
         else:
             tasks.append(task)
-    slots = {name for task in tasks for name in (*task.reads, *task.writes)}
+    slots: set[str] = set()
+    for task in tasks:
+        slots.update(task.reads, task.writes)
     return replace(
         program,
         name=f"dispatch of {program.name}",

@@ -2,7 +2,8 @@
 sockets, checks and times.
 
 Each method runs once before it is timed. This compares the received rows with the expected ones,
-and the messages that a recorder saw with those of the program.
+and the messages that a recorder saw with those of the program. To tell rows apart, all rows of all
+ranks are numbered, and the values of a row encode its number (`numbered`).
 """
 
 from __future__ import annotations
@@ -52,91 +53,89 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
     Raises:
         RuntimeError: a method delivers wrong rows, or sends other messages than its program.
     """
-    others = dict[str, Callable[[], object]]()
-    extra = dict[str, list[Message]]()
+    dim = config.dim
+    methods: dict[str, CommMethod] = {}
     if sweep.kind == "dispatch":
-        methods = dispatches(sweep, config.seed, config.dim)
+        methods = dispatches(sweep, config.seed, dim)
+    elif sweep.kind == "lanes":
+        for name, which in LANES.items():
+            methods[name] = exchanged(sweep, size_kib, dim, "pipelined", which)
     else:
-        which = (
-            LANES
-            if sweep.kind == "lanes"
-            else {name: "all" for name in sweep.methods if name != TORCH}
-        )
-        methods = {
-            name: exchanged(
-                sweep, size_kib, config.dim, "pipelined" if name in LANES else name, part
-            )
-            for name, part in which.items()
-        }
+        for name in sweep.methods:
+            if name != TORCH:
+                methods[name] = exchanged(sweep, size_kib, dim, name)
+
+    # torch's all-to-all is no program: it sends the messages of the linear one
+    torch_runs: dict[str, Callable[[], object]] = {}
+    torch_sent: dict[str, list[list[Message]]] = {}
     if TORCH in sweep.methods and sweep.kind != "lanes":
-        straight = exchanged(sweep, size_kib, config.dim, "linear")
-        sent_rows = straight.values["rows"]
+        linear = exchanged(sweep, size_kib, dim, "linear")
+        sent_rows = linear.values["rows"]
         assert isinstance(sent_rows, Tensor)
-        others[TORCH] = partial(torchs_own, sent_rows)
-        _compare(TORCH, straight.expected, {"h": torchs_own(sent_rows)})
-        extra[TORCH] = _planned(straight, config.dim)
+        torch_runs[TORCH] = partial(torchs_own, sent_rows)
+        _compare(TORCH, linear.expected, {"h": torchs_own(sent_rows)})
+        torch_sent[TORCH] = [_planned(linear, dim)]
+
     transport = open_transport(name="sockets")
-    checked = {
-        name: [_check(name, method, transport, config.dim)] for name, method in methods.items()
-    }
-    timed = {name: _runner(method, transport) for name, method in methods.items()}
+    messages = {}
+    runs = {}
+    for name, method in methods.items():
+        messages[name] = [_check(name, method, transport, dim)]
+        runs[name] = _runner(method, transport)
     spans = in_turn(
-        {**timed, **others}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup
+        {**runs, **torch_runs}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup
     )
-    return Timed(spans=spans, sent=checked | {name: [messages] for name, messages in extra.items()})
+    return Timed(spans=spans, sent=messages | torch_sent)
 
 
 def exchanged(
     sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all"
 ) -> CommMethod:
-    """Return an even all-to-all with this rank's rows and those that it must receive, numbered over
-    all ranks."""
-    work = exchange(
-        all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim), algorithm, which
-    )
+    """Return an even all-to-all with this rank's rows and those that it must receive; `algorithm`
+    and `which` are as in `exchange`."""
+    grid = all_ep(sweep.nodes, sweep.ranks_per_node)
+    work = exchange(grid, sweep.rows_of(size_kib, dim), algorithm, which)
     rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
-    number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
+    all_numbers = torch.arange(int(rows_per_rank.sum()))
+    numbers_by_rank = list(all_numbers.split(rows_per_rank.tolist()))
+
     rank = dist.get_rank()
-    expected = numbered(arriving(work.copies, number, rank), dim)
-    return CommMethod(
-        work=work, values={"rows": numbered(number[rank], dim)}, expected={"h": expected}
-    )
+    rows = numbered(numbers_by_rank[rank], dim)
+    expected = numbered(arriving(work.copies, numbers_by_rank, rank), dim)
+    return CommMethod(work=work, values={"rows": rows}, expected={"h": expected})
 
 
 def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
     """Return the dispatch of a layer by linear and by multicast, with this rank's tokens and the
-    rows that it must receive."""
+    rows that it must receive; a copy has the number of its token."""
     grid = all_ep(sweep.nodes, sweep.ranks_per_node)
     rank = dist.get_rank()
-    token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
+    # every rank draws the routing of all ranks, since it must know what they send to it
+    routed = [route(sweep, seed, origin) for origin in range(grid.world)]
     copies = torch.stack(
-        [torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]
+        [torch.bincount(expert, minlength=sweep.num_experts) for _, expert in routed]
     ).numpy()
-    number = [origin * sweep.tokens + of_rank for origin, of_rank in enumerate(token)]
+    numbers = [origin * sweep.tokens + token for origin, (token, _) in enumerate(routed)]
     x = numbered(rank * sweep.tokens + torch.arange(sweep.tokens), dim)
-    values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
+    values: dict[str, Value] = {"x": x, "gates": numbered(numbers[rank], 1)}
+
     methods = {}
     for name, (algorithm, chunks) in sweep.dispatches.items():
-        node_tokens = None
         table = None
-        indices = {"index": token[rank].unsqueeze(1)}
+        indices = {"index": routed[rank][0].unsqueeze(1)}
         if algorithm == MULTICAST:
             node_tokens = [
-                find_node_tokens(
-                    token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid
-                )
-                for origin in range(grid.world)
+                find_node_tokens(token, expert, sweep.num_experts, sweep.tokens, chunks, grid)
+                for token, expert in routed
             ]
             table = torch.stack([of_rank.counts for of_rank in node_tokens]).numpy()
             indices = dict(node_tokens[rank].indices)
         expected: dict[str, Tensor] = {}
         for chunk in range(chunks):
             suffix = f".{chunk}" if chunks > 1 else ""
-            arriving_numbers = arriving(copies, number, rank, (chunk, chunks))
-            expected |= {
-                f"h{suffix}": numbered(arriving_numbers, dim),
-                f"g{suffix}": numbered(arriving_numbers, 1),
-            }
+            arriving_numbers = arriving(copies, numbers, rank, (chunk, chunks))
+            expected[f"h{suffix}"] = numbered(arriving_numbers, dim)
+            expected[f"g{suffix}"] = numbered(arriving_numbers, 1)
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
         methods[name] = CommMethod(work=work, values=values | indices, expected=expected)
     return methods
@@ -146,13 +145,11 @@ def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return (token, expert) of a rank's copies in expert order. Each token has `top_k` different
     experts, drawn uniformly."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    chosen = (
-        torch.rand(sweep.tokens, sweep.num_experts, generator=generator)
-        .topk(sweep.top_k)
-        .indices.flatten()
-    )
-    order = chosen.argsort(stable=True)
-    return torch.arange(sweep.tokens).repeat_interleave(sweep.top_k)[order], chosen[order]
+    scores = torch.rand(sweep.tokens, sweep.num_experts, generator=generator)
+    expert = scores.topk(sweep.top_k).indices.flatten()
+    token = torch.arange(sweep.tokens).repeat_interleave(sweep.top_k)
+    order = expert.argsort(stable=True)
+    return token[order], expert[order]
 
 
 def numbered(number: Tensor, dim: int) -> Tensor:
@@ -173,13 +170,13 @@ def arriving(
     """
     experts_per_rank = copies.shape[1] // len(rows)
     chunk, chunks = part
-    starts = copies.cumsum(axis=1) - copies
+    starts = copies.cumsum(axis=1) - copies  # of each expert's rows among those of its source
     pieces = []
     for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
         for numbers, start, count in zip(rows, starts[:, expert], copies[:, expert]):
-            pieces.append(
-                numbers[start + count * chunk // chunks : start + count * (chunk + 1) // chunks]
-            )
+            first = start + count * chunk // chunks
+            end = start + count * (chunk + 1) // chunks
+            pieces.append(numbers[first:end])
     return torch.cat(pieces)
 
 
@@ -194,7 +191,8 @@ def torchs_own(rows: Tensor) -> Tensor:
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
     work = method.work
-    call = Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1))
+    unused_experts = PlainExperts(1, 1, 1)  # the programs end before the experts
+    call = Call(rank=transport.rank, sizes=work.sizes, experts=unused_experts)
 
     def run() -> Environment:
         call.first_tag = transport.take_tags(len(work.program.tasks))
@@ -217,15 +215,16 @@ def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int
     """Run a method once, check its results and messages, and return the messages that this rank
     sent."""
     recorder = Recorder(transport)
-    _compare(name, method.expected, _runner(method, recorder)())
-    seen = sent(recorder)
+    run = _runner(method, recorder)
+    _compare(name, method.expected, run())
+    messages = sent(recorder)
     planned = _planned(method, dim)
-    if sorted(seen) != sorted(planned):
+    if sorted(messages) != sorted(planned):
         raise RuntimeError(
-            f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends "
+            f"{name}: rank {transport.rank} sent {sorted(messages)}, its program sends "
             f"{sorted(planned)}"
         )
-    return seen
+    return messages
 
 
 def _compare(name: str, expected: Mapping[str, Tensor], results: Mapping[str, Value]) -> None:

@@ -8,6 +8,10 @@ machine, with several ranks on a core; ratios are what carries over. Loads are b
 turn, plans switched between steps. bound: bytes over rate on the slowest link, forward plus
 backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the median's 95
 % interval over 30 pairs.
+
+Terms: a method is a plan that was timed; a plan that does the same on a mesh as a method is not
+timed again (`LayerJob.same`). Some jobs search: after a trial of all plans they choose the best. r,
+of Tutel, is `Plan.gather_weights`; TED, S1 and S2 are schedules (`program/build/schedules.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from moesaic_lab.layer.ranks import LayerFound, Switch
 from moesaic_lab.measure import Ratio
 from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, table
+from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
 TITLES = {
@@ -85,14 +90,14 @@ class LayerCell(BedCell):
 
 def run(config: LayerBenchConfig, told: Told, keep: str | None) -> list[LayerCell]:
     """Measure all jobs of a configuration. This starts clusters, one after another."""
-    return on_beds(
-        jobs(config),
-        lambda job: job.place.bed,
-        lambda job: f"{job.section}: {job.label}",
-        measure,
-        told=told,
-        keep=keep,
-    )
+
+    def bed_of(job: LayerJob) -> Bed:
+        return job.place.bed
+
+    def in_words(job: LayerJob) -> str:
+        return f"{job.section}: {job.label}"
+
+    return on_beds(jobs(config), bed_of, in_words, measure, told=told, keep=keep)
 
 
 def measure(ranks: Cluster | KeptRanks, job: LayerJob) -> LayerCell:
@@ -102,22 +107,19 @@ def measure(ranks: Cluster | KeptRanks, job: LayerJob) -> LayerCell:
 
 def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
     """Combine the measurements of all ranks into a cell."""
-    switches = {
-        name: max(
-            (of_rank.switches[name] for of_rank in of_ranks),
-            key=lambda switch: switch.again_seconds,
-        )
-        for name in of_ranks[0].switches
-    }
+    first = of_ranks[0]
+    switches = {}
+    for name in first.switches:
+        by_rank = [of_rank.switches[name] for of_rank in of_ranks]
+        switches[name] = max(by_rank, key=lambda switch: switch.again_seconds)
+    charged = {name: max(of_rank.charged[name] for of_rank in of_ranks) for name in first.charged}
     return LayerCell(
         job=job,
-        best=of_ranks[0].best,
-        trial=of_ranks[0].trial,
+        best=first.best,
+        trial=first.trial,
         switches=switches,
+        charged=charged,
         **joined(of_ranks, job.place.bed),
-        charged={
-            name: max(of_rank.charged[name] for of_rank in of_ranks) for name in of_ranks[0].charged
-        },
     )
 
 
@@ -127,11 +129,12 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
     def of(section: str) -> list[LayerCell]:
         return some([cell for cell in cells if cell.job.section == section], f"of {section}")
 
-    def switching(seconds: Callable[[Switch], float]) -> float:
+    def largest_share(seconds: Callable[[Switch], float]) -> float:
+        """Return the largest cost of a switch, by `seconds`, as a share of the plan's step."""
         shares = [
-            seconds(s) / cell.timings[name].median
+            seconds(switch) / cell.timings[name].median
             for cell in of("adaptive_r")
-            for name, s in cell.switches.items()
+            for name, switch in cell.switches.items()
         ]
         return max(some(shares, "that counts switches"))
 
@@ -142,10 +145,10 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
         claimed(
             "layer.worst_over_best_single", lambda: max(map(over_single, of("schedules"))), 1.03
         ),
-        claimed("layer.switch_cost_share", lambda: switching(lambda s: s.again_seconds), 0.01),
+        claimed("layer.switch_cost_share", lambda: largest_share(lambda s: s.again_seconds), 0.01),
         claimed(
             "layer.first_switch_share",
-            lambda: switching(lambda s: s.first_seconds + s.first_call_seconds),
+            lambda: largest_share(lambda s: s.first_seconds + s.first_call_seconds),
             None,
         ),
         claimed(
@@ -168,7 +171,8 @@ def over_single(cell: LayerCell) -> float:
     """Return the best plan's time over that of the fastest of ted, S1 and S2, as the upper end of
     the 95 % interval."""
     names = {cell.timed_as(name) for name in COMPETE} & set(cell.timings)
-    return bounded(cell, cell.best, min(names, key=lambda name: cell.ratio(name, cell.best).median))
+    fastest = min(names, key=lambda name: cell.ratio(name, cell.best).median)
+    return bounded(cell, cell.best, fastest)
 
 
 def bounded(cell: LayerCell, name: str, other: str) -> float:
@@ -186,7 +190,9 @@ def bounded(cell: LayerCell, name: str, other: str) -> float:
 def fixed_over_adaptive(cells: Sequence[LayerCell]) -> float:
     """Return the total time with the best single r for all sizes and factors, over that with the
     best r for each of them."""
-    medians = [{name: timing.median for name, timing in cell.timings.items()} for cell in cells]
+    medians = []
+    for cell in cells:
+        medians.append({name: timing.median for name, timing in cell.timings.items()})
     fixed = min(sum(of_cell[name] for of_cell in medians) for name in medians[0])
     return fixed / sum(min(of_cell.values()) for of_cell in medians)
 
@@ -201,39 +207,43 @@ def ablation(cells: Sequence[LayerCell]) -> float:
 def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
     """Return all rows: of methods, of the plans that searches tried, and of the costs of
     switches."""
-    return [
-        row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)
-    ]
+    rows = []
+    for make_rows in (rows_of, trial_rows, switch_rows):
+        for cell in cells:
+            rows += make_rows(cell)
+    return rows
 
 
 def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per method, and one per further plan that does the same as a method."""
     first = next(iter(cell.timings))
     best = cell.best or min(cell.timings, key=lambda name: cell.timings[name].median)
-    return [
-        {
-            "part": cell.job.section,
-            "cell": cell.job.label,
-            "bed": cell.job.place.in_words,
-            "compute": "virtual compute",
-            "method": name,
-            "same_program_as": cell.job.same.get(name),
-            "is_best": timed_name == best,
-            **cell.row(timed_name),
-            "computing_seconds": cell.charged[timed_name],
-            **cell.ratio(first, timed_name).row("first_over_this"),
-        }
-        for name in (*cell.timings, *cell.job.same)
-        for timed_name in [cell.timed_as(name)]
-    ]
+    rows = []
+    for name in (*cell.timings, *cell.job.same):
+        timed_name = cell.timed_as(name)
+        rows.append(
+            {
+                "part": cell.job.section,
+                "cell": cell.job.label,
+                "bed": cell.job.place.in_words,
+                "compute": "virtual compute",
+                "method": name,
+                "same_program_as": cell.job.same.get(name),
+                "is_best": timed_name == best,
+                **cell.row(timed_name),
+                "computing_seconds": cell.charged[timed_name],
+                **cell.ratio(first, timed_name).row("first_over_this"),
+            }
+        )
+    return rows
 
 
 def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per plan that the search of a cell tried."""
     head = {"part": "search", "cell": cell.job.label, "bed": cell.job.place.in_words}
     return [
-        {**head, "method": n, "median_seconds": s, "chosen": n == cell.best}
-        for n, s in cell.trial.items()
+        {**head, "method": name, "median_seconds": seconds, "chosen": name == cell.best}
+        for name, seconds in cell.trial.items()
     ]
 
 
@@ -287,22 +297,23 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
     """Return a panel per kind of mesh of the schedules, one per size of weights of adaptive r, and
     one per other part."""
 
-    def mesh(cell: LayerCell) -> tuple[int, int, str]:
+    def kind_of_mesh(cell: LayerCell) -> tuple[int, int, str]:
         return cell.job.place.tokens_per_rank, cell.job.grid.etp, cell.job.grid.innermost
 
     def of(section: str) -> list[LayerCell]:
         return [cell for cell in cells if cell.job.section == section]
 
     all_panels = []
-    for (tokens, etp, innermost), group in itertools.groupby(
-        sorted(of("schedules"), key=mesh), key=mesh
-    ):
-        title = f"{tokens} tokens, etp {etp}" + (f", {innermost} inside nodes" if etp > 1 else "")
+    schedules = sorted(of("schedules"), key=kind_of_mesh)
+    for (tokens, etp, innermost), group in itertools.groupby(schedules, key=kind_of_mesh):
+        inside = f", {innermost} inside nodes" if etp > 1 else ""
+        title = f"{tokens} tokens, etp {etp}{inside}"
         all_panels.append(_bars(title, list(group), lambda cell: f"tp {cell.job.grid.tp}"))
     for name, sized in itertools.groupby(of("adaptive_r"), key=lambda cell: cell.job.place.name):  # type: ignore[attr-defined]
         all_panels.append(_over_factors(f"adaptive r, {name}", list(sized)))
     for section, title in PICTURED.items():
-        if chosen := of(section):
+        chosen = of(section)
+        if chosen:
             all_panels.append(_bars(title, chosen, lambda cell: cell.job.label))
     return all_panels
 
@@ -310,7 +321,9 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
 def _bars(title: str, cells: Sequence[LayerCell], label: Callable[[LayerCell], str]) -> Panel:
     """Return a panel with a bar per method in each cell; the plan that a search chose comes
     last."""
-    names = dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same))
+    names: list[str] = []
+    for cell in cells:
+        names += [*cell.job.methods, *cell.job.same]
     methods: dict[str, Callable[[Any], str]] = {
         name: lambda cell, name=name: cell.timed_as(name)  # type: ignore[misc]
         for name in names

@@ -1,5 +1,9 @@
 """The jobs of each part of the benchmark: meshes, plans, and the plans they are compared with. Jobs
-are sent to the ranks."""
+are sent to the ranks.
+
+A mesh has the axes tp (tensor parallelism), ep (experts are split over it) and etp (each expert is
+split over it); the ranks along the innermost axis are neighbours, inside nodes first.
+"""
 
 from __future__ import annotations
 
@@ -118,15 +122,16 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
                 ranks_per_node=part.ranks_per_node,
             )
             methods, same = distinct(singles(grid))
-            names = {same.get(name, name) for name in COMPETE} & set(methods)
-            predicted = {name: seconds_of(methods[name]) for name in names}
+            compete = {same.get(name, name) for name in COMPETE} & set(methods)
+            predicted = {name: seconds_of(methods[name]) for name in compete}
+
+            # the search also tries plans that differ from all methods and look no slower
             others = {described(compiled.plan): compiled for compiled in searched(grid)}
-            new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
-            promising = most_promising(
-                {n: (seconds_of(plan), plan) for n, plan in new.items()},
-                part,
-                min(predicted.values()),
-            )
+            different, _ = distinct(methods | others)
+            simulated = {
+                name: (seconds_of(plan), plan) for name, plan in others.items() if name in different
+            }
+            promising = most_promising(simulated, part, min(predicted.values()))
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
                 label=f"tp {tp}, etp {etp}{where}",
@@ -135,7 +140,7 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
                 methods=methods,
                 candidates=promising,
                 same=same,
-                compete=tuple(sorted(names, key=lambda name: predicted[name])),
+                compete=tuple(sorted(compete, key=lambda name: predicted[name])),
                 margin=part.margin,
                 trial_repeats=part.trial_repeats,
                 reference=BEST,
@@ -152,12 +157,17 @@ def most_promising(
         part: has the number of plans to try, `trial_plans`.
         at_most: seconds; plans with a longer simulated step are omitted.
     """
-    ranked = sorted((seconds, name) for name, (seconds, _) in plans.items() if seconds <= at_most)
+    ranked = []
+    for name, (seconds, _) in plans.items():
+        if seconds <= at_most:
+            ranked.append((seconds, name))
+    ranked.sort()
     return {name: plans[name][1] for _, name in ranked[: part.trial_plans]}
 
 
 def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
-    """Yield a job for each capacity factor, whose methods are the values of r."""
+    """Yield a job for each capacity factor, whose methods are the values of r
+    (`Plan.gather_weights`): 0 and the divisors of etp, where r = etp gathers nothing."""
     grid = Grid(
         world=part.world,
         ep=part.world // part.etp,
@@ -291,10 +301,14 @@ def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
 def described(plan: Plan) -> str:
     """Return a plan in words: its schedule and all choices that are not the default."""
     words: list[str] = [plan.schedule]
-    words += [f"r={plan.gather_weights}"] if plan.gather_weights is not None else []
-    words += ["saa"] if plan.overlap_gather else []
-    words += [plan.all_to_all] if plan.all_to_all != "linear" else []
-    words += [f"{plan.chunks} chunks"] if plan.chunks > 1 else []
+    if plan.gather_weights is not None:
+        words.append(f"r={plan.gather_weights}")
+    if plan.overlap_gather:
+        words.append("saa")
+    if plan.all_to_all != "linear":
+        words.append(plan.all_to_all)
+    if plan.chunks > 1:
+        words.append(f"{plan.chunks} chunks")
     return ", ".join(words)
 
 

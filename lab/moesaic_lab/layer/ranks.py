@@ -1,5 +1,9 @@
 """The part of the layer benchmark that runs on the ranks: one layer on one mesh, whose plans are
-timed in turn."""
+timed in turn.
+
+Plans have names: those of the job's methods, which the tables show, and of its candidates, which
+only the search may choose. Virtual compute: experts and codecs sleep instead of computing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.measure.host import BalancedRouter
 from moesaic.measure.together import latest, start_together
-from moesaic.routing.capacity import Capacity, Dropless
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
 from moesaic_lab.beds import Timed
 from moesaic_lab.bounds import Message
@@ -83,6 +87,9 @@ class LayerRunner(SteppedLayer):
 
     def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
+        capacity: AbstractCapacity = Dropless()
+        if job.factor is not None:
+            capacity = Capacity.fixed(job.factor, scope="rank", padded=True)
         self.accelerator = Accelerator(
             flops_per_second=1e9 * place.gflops,
             coded_bytes_per_second=1e6 * place.coded_mb_per_second,
@@ -94,12 +101,11 @@ class LayerRunner(SteppedLayer):
             place.top_k,
             router=partial(BalancedRouter, seed=job.seed),
             experts=virtual_experts(self.accelerator),
-            capacity=Dropless()
-            if job.factor is None
-            else Capacity.fixed(job.factor, scope="rank", padded=True),
+            capacity=capacity,
             losses=(),
         )
-        layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
+        first_plan = next(iter(job.methods.values()))
+        layer.parallelize(Mesh(job.grid, transport), first_plan)
         assert layer.on_mesh is not None
         layer.on_mesh.codecs = virtual_codecs(self.accelerator)
         super().__init__(layer, job.tokens, job.seed + job.grid.coordinate(transport.rank, "dp"))
@@ -117,17 +123,24 @@ def measure(job: LayerJob) -> LayerFound:
     transport = open_transport(name="sockets")
     runner = LayerRunner(job, transport)
     recorder = Recorder(transport)
-    recorded = LayerRunner(job, recorder)
-    steps = {name: count(recorded, recorder, name) for name in job.everything}
+    recorded_runner = LayerRunner(job, recorder)  # recording takes time, so it is not timed
+    steps = {name: count(recorded_runner, recorder, name) for name in job.everything}
     switches = switch_costs(job, transport) if job.counts_switches else {}
-    del recorded
+    del recorded_runner
     gc.collect()
     gc.freeze()
+
     barrier = start_together(latest)
-    run = {name: partial(runner.run, name) for name in job.everything}
-    best, trial = search(job, run, barrier) if job.compete else ("", {})
-    methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
-    reference = best if job.reference == BEST else job.reference or next(iter(methods))
+    runs = {name: partial(runner.run, name) for name in job.everything}
+    methods = {name: runs[name] for name in job.methods}
+    best = ""
+    trial: dict[str, float] = {}
+    if job.compete:
+        best, trial = search(job, runs, barrier)
+        methods[best] = runs[best]
+    reference = job.reference or next(iter(methods))
+    if job.reference == BEST:
+        reference = best
     spans, pairs = in_turn_and_near(
         methods,
         job.place.repeats,
@@ -150,21 +163,27 @@ def measure(job: LayerJob) -> LayerFound:
 
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
-    """Run one step of a method or candidate, and return its messages and virtual compute."""
+    """Run one step of a method or candidate, and return its messages and virtual compute.
+
+    A step of the layer takes a range of message tags, one per task, the forward tasks first.
+    Messages in other ranges, such as those of the routing, count as forward.
+    """
     num_ranges = len(recorder.ranges)
-    before = runner.accelerator.charged
-    compiled = runner.job.everything[name]
+    charged_before = runner.accelerator.charged
     runner.run(name)
+
+    compiled = runner.job.everything[name]
     forward_tasks = len(compiled.forward.tasks)
-    of_program = forward_tasks + len(compiled.backward.tasks)
-    sent: tuple[list, list] = ([], [])
+    all_tasks = forward_tasks + len(compiled.backward.tasks)
+    forward: list[Message] = []
+    backward: list[Message] = []
     for tag_range in recorder.ranges[num_ranges:]:
         for message in tag_range.messages:
-            is_backward = tag_range.length == of_program and message.tag >= forward_tasks
-            sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
-    return CountedStep(
-        forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before
-    )
+            is_backward = tag_range.length == all_tasks and message.tag >= forward_tasks
+            sent = backward if is_backward else forward
+            sent.append((message.source, message.target, float(message.num_bytes)))
+    charged = runner.accelerator.charged - charged_before
+    return CountedStep(forward=forward, backward=backward, charged=charged)
 
 
 class _Counting(TorchDispatchMode):
@@ -178,14 +197,16 @@ class _Counting(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            self.num_bytes += value.nbytes if isinstance(value, Tensor) else 0
+        values = result if isinstance(result, tuple | list) else (result,)
+        for value in values:
+            if isinstance(value, Tensor):
+                self.num_bytes += value.nbytes
         return result
 
 
 def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switch]:
     """Return the cost of switching a new layer to each plan from another plan, for the first time
-    and later."""
+    and later, by method."""
     recorder = Recorder(transport)
     runner = LayerRunner(job, recorder)
     layer = runner.layer
@@ -196,6 +217,7 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
         runner.step(other)
         first = _processor_seconds(partial(layer.use_plan, compiled.plan))
         calls = [_processor_seconds(partial(runner.step, None)) for _ in range(1 + SWITCHES)]
+        extra_of_first_call = calls[0] - statistics.median(calls[1:])
         again = []
         messages = 0
         num_bytes = 0
@@ -208,7 +230,7 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
             num_bytes += counting.num_bytes
         costs[name] = Switch(
             first_seconds=first,
-            first_call_seconds=max(calls[0] - statistics.median(calls[1:]), 0.0),
+            first_call_seconds=max(extra_of_first_call, 0.0),
             again_seconds=statistics.median(again),
             messages=messages,
             allocated_bytes=num_bytes,
@@ -217,17 +239,18 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
 
 
 def search(
-    job: LayerJob, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
+    job: LayerJob, runs: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
 ) -> tuple[str, dict[str, float]]:
     """Try the candidates and the competing methods, and return the best plan and the median seconds
     of each plan.
 
     Plans that are far slower in the first trial are not tried again.
     """
-    all_runs = {name: run[name] for name in (*job.compete, *job.candidates)}
+    all_runs = {name: runs[name] for name in (*job.compete, *job.candidates)}
     first_repeats = min(job.trial_repeats, 1)
     seconds = gathered(in_turn(all_runs, first_repeats, barrier=barrier, warmup=0))
-    contending = {name: run[name] for name in contenders(seconds)}
+
+    contending = {name: runs[name] for name in contenders(seconds)}
     further_repeats = max(job.trial_repeats - 1, 0)
     further = gathered(in_turn(contending, further_repeats, barrier=barrier, warmup=0))
     for name, times in further.items():
@@ -246,19 +269,23 @@ def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
     """Return the plan `predicted`, unless the fastest plan's trial is shorter by more than the
     share `margin`."""
     fastest = min(medians, key=lambda name: medians[name])
-    return fastest if medians[fastest] < (1 - margin) * medians[predicted] else predicted
+    is_clearly_faster = medians[fastest] < (1 - margin) * medians[predicted]
+    return fastest if is_clearly_faster else predicted
 
 
-def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
+def near_ones(
+    job: LayerJob, seconds_by_name: Mapping[str, tuple[float, ...]], reference: str
+) -> list[str]:
     """Return the reference and the methods near it, or an empty list if no method is near it.
+    `seconds_by_name` are those of each repeat, by method.
 
     If the reference is the plan that the search chose, only competing methods can be near.
     """
-    others = job.compete if job.reference == BEST else tuple(seconds)
+    others = job.compete if job.reference == BEST else tuple(seconds_by_name)
     near = [
         name
         for name in others
-        if name != reference and paired(seconds[name], seconds[reference]).is_near
+        if name != reference and paired(seconds_by_name[name], seconds_by_name[reference]).is_near
     ]
     return [reference, *near] if near else []
 

@@ -1,5 +1,10 @@
 """Finds plans that do the same on a mesh, to time them once. Schedules can differ in name only if a
-group is a single rank."""
+group is a single rank.
+
+A plan is compiled to programs of tasks that read and write slots (`moesaic.program.task`). The
+layout of a slot says over which axes of the mesh its rows are spread. An axis of one rank makes no
+difference, so it is left out of what is compared.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +30,13 @@ def distinct(
         plans: plans of one mesh, by name.
         in_order: whether plans differ that do the same in another order.
     """
-    of_work: dict[Hashable, str] = {}
+    first_by_work: dict[Hashable, str] = {}
     same = {}
     for name, compiled in plans.items():
-        first = of_work.setdefault(work(compiled, in_order), name)
+        first = first_by_work.setdefault(work(compiled, in_order), name)
         if first != name:
             same[name] = first
-    return {name: plans[name] for name in of_work.values()}, same
+    return {name: plans[name] for name in first_by_work.values()}, same
 
 
 def work(compiled: Compiled, in_order: bool) -> Hashable:
@@ -57,12 +62,16 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
 
 def _is_idle(task: Task, grid: Grid) -> bool:
     """Return whether a task does nothing on a mesh."""
-    return task.op in (Op.MOVE, Op.SCALE) and math.prod(grid.size(axis) for axis in task.group) == 1
+    if task.op not in (Op.MOVE, Op.SCALE):
+        return False
+    return math.prod(grid.size(axis) for axis in task.group) == 1
 
 
 def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
     """Return what a task does on a mesh, equal for tasks that do the same."""
-    source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
+    # the slots that the task connects: those that `of` names, else what it reads and writes
+    ends = task.of or (task.reads[0], task.writes[0])
+    source, target = (slots[name] for name in ends)
     reads = tuple(_where(slots[name].layout, grid) for name in task.reads)
     writes = tuple(_where(slots[name].layout, grid) for name in task.writes)
     group = tuple(axis for axis in task.group if grid.size(axis) > 1)

@@ -31,37 +31,41 @@ Make = Callable[[ClusterSpec, np.ndarray], ClusterSpec]
 """Called with (cluster, numbers); returns the cluster with these numbers in place."""
 
 
-def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with another first link: `at` holds a rate (Gb/s), a latency (us) and
+def switched_links(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
+    """Return the cluster with another first link: `numbers` holds a rate (Gb/s), a latency (us) and
     shares of the rate by size."""
     link = replace(
-        cluster.links[0], gbps=(at[0],), latency_us=at[1], sizes=SIZES, size_share=(*at[2:], 1.0)
+        cluster.links[0],
+        gbps=(numbers[0],),
+        latency_us=numbers[1],
+        sizes=SIZES,
+        size_share=(*numbers[2:], 1.0),
     )
     return replace(cluster, links=(link, *cluster.links[1:]))
 
 
-def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with another bus as second link: `at` holds a rate (Gb/s) and its shares
-    for four and eight users."""
+def shared_bus(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
+    """Return the cluster with another bus as second link: `numbers` holds a rate (Gb/s) and its
+    shares for four and eight users."""
     link = replace(
-        cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:])
+        cluster.links[1], gbps=(numbers[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *numbers[1:])
     )
     return replace(cluster, links=(cluster.links[0], link, *cluster.links[2:]))
 
 
-def experts(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with other devices: `at` holds the rate of grouped bfloat16 products
+def experts(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
+    """Return the cluster with other devices: `numbers` holds the rate of grouped bfloat16 products
     (TFLOP/s), and the part of the activation traffic that takes time."""
-    rates = replace(cluster.device.grouped_tflops or cluster.device.tflops, bf16=float(at[0]))
+    rates = replace(cluster.device.grouped_tflops or cluster.device.tflops, bf16=float(numbers[0]))
     return replace(
-        cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=at[1])
+        cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=numbers[1])
     )
 
 
-def few_rows(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with the shares `at` of its devices' rate by `ROWS` from 64 rows on,
+def few_rows(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
+    """Return the cluster with the shares `numbers` of its devices' rate by `ROWS` from 64 rows on,
     except for the last."""
-    shares = (at[0] / 64, at[0] / 4, *at, 1.0)
+    shares = (numbers[0] / 64, numbers[0] / 4, *numbers, 1.0)
     return replace(cluster, device=replace(cluster.device, gemm_rows=ROWS, gemm_share=shares))
 
 
@@ -69,11 +73,11 @@ GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 """Like `ROWS`, for grouped products. Fewer rows than the first take as long as the first."""
 
 
-def grouped(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with the shares `at` of its devices' rate at `GROUPED_ROWS`, except for
-    the last, whose share is 1."""
+def grouped(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
+    """Return the cluster with the shares `numbers` of its devices' rate at `GROUPED_ROWS`, except
+    for the last, whose share is 1."""
     return replace(
-        cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0))
+        cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*numbers, 1.0))
     )
 
 
@@ -97,14 +101,10 @@ def fit(
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         tried = make(cluster, np.exp(logs))
-        return np.array(
-            [
-                np.log(each.ratio)
-                for each in entries(tried)
-                if each.machine == cluster.name and each.fitted
-            ]
-        )
+        counted = [each for each in entries(tried) if each.machine == cluster.name and each.fitted]
+        return np.array([np.log(each.ratio) for each in counted])
 
+    # the solver varies logarithms, so a share of at most 1 is at most 0
     upper = [0.0 if each <= 1 else np.inf for each in start]
     solution = least_squares(
         residuals,

@@ -4,7 +4,8 @@ the order is right.
 The closed form has one fitted term, `LAUNCHES` (`moesaic.planner.step`): seconds of an MoE layer
 and micro-batch, and more for each expert of a rank. It is fitted to the published steps, with equal
 weight for every system. For each system it is fitted again without that system's steps, and so are
-the quartiles of the interval.
+the quartiles of the interval. A step lies inside its interval if the ratio of its published to its
+predicted speed lies between these quartiles, which are those of the other systems' ratios.
 
     python -m moesaic_lab.ledger.held_out
 """
@@ -81,22 +82,21 @@ class PublishedStep:
 
 @functools.cache
 def published_steps() -> tuple[PublishedStep, ...]:
-    """Return the published steps of the ledger."""
+    """Return the published steps of the ledger. Predicted seconds are linear in the fitted term, so
+    three predictions of a step give its coefficients."""
     published = read_published()
     steps = []
     for row in published["step"]:
-        (base, speed), (layer, _), (expert, _) = (
-            predicted_step(row, published["model"], launches=launches)
-            for launches in ((0.0, 0.0), (LAYER[-1], 0.0), (0.0, EXPERT[-1]))
-        )
+        models = published["model"]
+        base, speed = predicted_step(row, models, launches=(0.0, 0.0))
+        layer, _ = predicted_step(row, models, launches=(LAYER[-1], 0.0))
+        expert, _ = predicted_step(row, models, launches=(0.0, EXPERT[-1]))
+        precision = row["layout"].get("precision", "bf16")
         steps.append(
             PublishedStep(
                 what=row["what"],
                 system=row["system"],
-                setting=(
-                    *(row[name] for name in ("model", "machine", "gpus", "seq_len")),
-                    row["layout"].get("precision", "bf16"),
-                ),
+                setting=(row["model"], row["machine"], row["gpus"], row["seq_len"], precision),
                 layout=str(row["layout"] | {"global_batch": 0}),
                 machines=class_of(cluster_of(row["machine"])),
                 measured=row["tokens_per_second"],
@@ -110,14 +110,16 @@ def published_steps() -> tuple[PublishedStep, ...]:
 
 
 def fitted_launches(steps: Sequence[PublishedStep]) -> tuple[float, float]:
-    """Return the term that minimizes the mean absolute log ratio of predicted and published speed,
-    the mean over systems."""
+    """Return the term (seconds of a layer, of an expert) that minimizes the mean absolute log ratio
+    of predicted and published speed, the mean over systems."""
+    # all pairs of the two grids, as two long vectors
     layer, expert = (each.ravel() for each in np.meshgrid(LAYER, EXPERT, indexing="ij"))
     counts = Counter(step.system for step in steps)
     distance = np.zeros(layer.size)
     for step in steps:
         seconds = step.seconds + step.of_layer * layer + step.of_expert * expert
-        distance += np.abs(np.log(step.tokens / seconds / step.measured)) / counts[step.system]
+        log_ratio = np.log(step.tokens / seconds / step.measured)
+        distance += np.abs(log_ratio) / counts[step.system]
     best = int(np.argmin(distance))
     return float(layer[best]), float(expert[best])
 
@@ -138,25 +140,27 @@ def spread(steps: Sequence[PublishedStep], ratios: np.ndarray) -> tuple[float, f
     counts = Counter(step.system for step in steps)
     weights = np.array([1 / counts[step.system] for step in steps])
     order = np.argsort(ratios)
-    reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-    low, middle, high = np.interp((0.25, 0.5, 0.75), reached, ratios[order])
+    # the share of the weight below each ratio, half of its own included
+    ordered = weights[order]
+    weight_below = np.cumsum(ordered) - ordered / 2
+    share_below = weight_below / weights.sum()
+    low, middle, high = np.interp((0.25, 0.5, 0.75), share_below, ratios[order])
     return float(low), float(middle), float(high)
 
 
 def inside(steps: Sequence[PublishedStep]) -> dict[str, list[bool]]:
     """Return by system whether each of its steps lies inside the interval, with the fit and the
     interval from other systems."""
-    found: dict[str, list[bool]] = {}
-    for system in dict.fromkeys(step.system for step in steps):
+    is_inside: dict[str, list[bool]] = {step.system: [] for step in steps}
+    for system, of_system in is_inside.items():
         others = [step for step in steps if step.system != system]
         launches = fitted_launches(others)
         low, _, high = spread(others, held_out_ratios(others))
-        found[system] = [
-            bool(low <= step.measured / step.speed(launches) <= high)
-            for step in steps
-            if step.system == system
-        ]
-    return found
+        for step in steps:
+            if step.system == system:
+                ratio = step.measured / step.speed(launches)
+                of_system.append(bool(low <= ratio <= high))
+    return is_inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,23 +182,26 @@ class Coverage:
 
 def coverage(steps: Sequence[PublishedStep], kind: str = "") -> Coverage:
     """Return the coverage of steps on a class of machines ("" for all)."""
-    found = inside(steps)
     shares = []
-    for system, holds in found.items():
-        of_system = [step for step in steps if step.system == system]
-        chosen = [held for step, held in zip(of_system, holds) if kind in ("", step.machines)]
+    for system, is_inside in inside(steps).items():
+        steps_of_system = [step for step in steps if step.system == system]
+        chosen = [
+            holds for step, holds in zip(steps_of_system, is_inside) if kind in ("", step.machines)
+        ]
         if chosen:
             shares.append(sum(chosen) / len(chosen))
     count = len(shares)
     share = sum(shares) / count
+    # the binomial interval of Clopper and Pearson for `successes` of `count` trials
+    successes = share * count
     tail = (1 - CONFIDENCE) / 2
-    reached = share * count
-    return Coverage(
-        share=share,
-        sources=count,
-        low=float(beta.ppf(tail, reached, count - reached + 1)) if reached else 0.0,
-        high=float(beta.ppf(1 - tail, reached + 1, count - reached)) if reached < count else 1.0,
-    )
+    low = 0.0
+    high = 1.0
+    if successes:
+        low = float(beta.ppf(tail, successes, count - successes + 1))
+    if successes < count:
+        high = float(beta.ppf(1 - tail, successes + 1, count - successes))
+    return Coverage(share=share, sources=count, low=low, high=high)
 
 
 Pair = tuple[PublishedStep, PublishedStep]
@@ -203,13 +210,13 @@ Pair = tuple[PublishedStep, PublishedStep]
 def pairs(steps: Sequence[PublishedStep]) -> list[Pair]:
     """Return the pairs of different layouts in one setting whose published speeds are more than
     `APART` apart."""
-    return [
-        (one, other)
-        for one, other in itertools.combinations(steps, 2)
-        if one.setting == other.setting
-        and (one.system, one.layout) != (other.system, other.layout)
-        and abs(one.measured / other.measured - 1) > APART
-    ]
+    found = []
+    for one, other in itertools.combinations(steps, 2):
+        is_same_layout = one.system == other.system and one.layout == other.layout
+        is_apart = abs(one.measured / other.measured - 1) > APART
+        if one.setting == other.setting and not is_same_layout and is_apart:
+            found.append((one, other))
+    return found
 
 
 def ordered_right(steps: Sequence[PublishedStep]) -> dict[str, float]:
@@ -219,20 +226,21 @@ def ordered_right(steps: Sequence[PublishedStep]) -> dict[str, float]:
     A source is a system, or two systems whose steps are compared. Pairs of the same two layouts,
     which differ in their number of micro-batches, together count as one.
     """
-    predicted = {
+    predicted_speed = {
         id(step): step.measured / ratio for step, ratio in zip(steps, held_out_ratios(steps))
     }
-    right: dict[tuple[str, str], list[bool]] = {}
+    is_right: dict[tuple[str, str], list[bool]] = {}  # by source and pair of layouts
     for one, other in pairs(steps):
         source = " and ".join(sorted({one.system, other.system}))
         layouts = str((one.setting, sorted((one.layout, other.layout))))
-        right.setdefault((source, layouts), []).append(
-            bool(predicted[id(one)] > predicted[id(other)]) == (one.measured > other.measured)
-        )
-    by_source: dict[str, list[float]] = {}
-    for (source, _), found in right.items():
-        by_source.setdefault(source, []).append(statistics.mean(found))
-    return {source: statistics.mean(shares) for source, shares in by_source.items()}
+        is_predicted_faster = bool(predicted_speed[id(one)] > predicted_speed[id(other)])
+        is_faster = one.measured > other.measured
+        is_right.setdefault((source, layouts), []).append(is_predicted_faster == is_faster)
+
+    shares_by_source: dict[str, list[float]] = {}
+    for (source, _), of_layouts in is_right.items():
+        shares_by_source.setdefault(source, []).append(statistics.mean(of_layouts))
+    return {source: statistics.mean(shares) for source, shares in shares_by_source.items()}
 
 
 def main() -> None:

@@ -89,23 +89,24 @@ def entries() -> Iterator[Entry]:
 
 def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
     """Return all entries with their predictions, including those of the trace if one is given."""
-    return list(entries()) + ([] if options.trace is None else trace(Path(options.trace)))
+    ledger = list(entries())
+    if options.trace is not None:
+        ledger += trace(Path(options.trace))
+    return ledger
 
 
 def claims(ledger: list[Entry]) -> list[Claim]:
     """Return claims on the median and worst errors of the entries that count as evidence, and on
     steps of unseen systems."""
-    of = {"median": median_error, "worst": worst_error}
-    claimed = [
-        Claim(
-            name=f"ledger.{_word(k)}_{how}", value=of[how](ledger, k), unit="1", target=t, op="<="
-        )
-        for k, how, t in TARGETS
-    ]
-    for each, (name, target) in zip(
-        (each for each in ledger if each.kind == "trace"), TRACE_TARGETS
-    ):
-        claimed.append(Claim(name=name, value=each.error, unit="1", target=target, op="<="))
+    error_of = {"median": median_error, "worst": worst_error}
+    claimed = []
+    for kind, how, target in TARGETS:
+        error = error_of[how](ledger, kind)
+        name = f"ledger.{_word(kind)}_{how}"
+        claimed.append(Claim(name=name, value=error, unit="1", target=target, op="<="))
+    traces = [entry for entry in ledger if entry.kind == "trace"]
+    for entry, (name, target) in zip(traces, TRACE_TARGETS):
+        claimed.append(Claim(name=name, value=entry.error, unit="1", target=target, op="<="))
     claimed += step_claims()
     return sorted(claimed, key=lambda claim: claim.name)
 
@@ -114,6 +115,7 @@ def step_claims() -> list[Claim]:
     """Return claims on published steps of systems that are left out of the fit, on their interval,
     and on their order."""
     steps = published_steps()
+    # errors of the time: ratios are of published to predicted speed
     errors = [abs(1 / ratio - 1) for ratio in held_out_ratios(steps)]
     orders = ordered_right(steps)
     return [
@@ -144,7 +146,7 @@ def coverage_claim(steps: Sequence[PublishedStep], kind: str) -> Claim:
         f"is {found.low:.2f} to {found.high:.2f}, more than {NARROW_ENOUGH} to a side"
     )
     return Claim(
-        name=f"ledger.steps_coverage_off{'_' * bool(kind)}{kind}",
+        name=f"ledger.steps_coverage_off_{kind}" if kind else "ledger.steps_coverage_off",
         value=abs(found.share - 0.5) if found.is_known else None,
         unit="1",
         target=0.1,
@@ -172,17 +174,18 @@ def _word(kind: str) -> str:
 
 def rows(ledger: list[Entry]) -> list[dict[str, Any]]:
     """Return a row per kind, with errors and ratios over the entries that count as evidence."""
-    lines = []
+    table = []
     for kind in get_args(Kind):
         evidence = counted(ledger, kind)
         if not evidence:
             continue
+        num_entries = sum(each.kind == kind for each in ledger)
         ratios = sorted(each.ratio for each in evidence)
-        lines.append(
+        table.append(
             {
                 "kind": kind,
                 "figures": len(evidence),
-                "fitted": sum(each.kind == kind for each in ledger) - len(evidence),
+                "fitted": num_entries - len(evidence),
                 "sources": len({each.system or each.source for each in evidence}),
                 "median_error": median_error(ledger, kind),
                 "worst_error": worst_error(ledger, kind),
@@ -190,7 +193,7 @@ def rows(ledger: list[Entry]) -> list[dict[str, Any]]:
                 "quartiles": _quartiles(ratios),
             }
         )
-    return lines
+    return table
 
 
 def _quartiles(ratios: list[float]) -> list[float]:
@@ -202,7 +205,7 @@ def page(ledger: list[Entry]) -> str:
     """Return the text of docs/ledger.md: introduction, errors, measured parts of presets, and all
     figures except a trace's."""
     ledger = [each for each in ledger if each.kind != "trace"]
-    text = [
+    sections = [
         "# Ledger of errors: predictions and measurements by others",
         INTRODUCTION.format(inside=_steps_inside(), orders=_orders()),
         "## By kind",
@@ -212,13 +215,12 @@ def page(ledger: list[Entry]) -> str:
         "## Measured numbers of presets",
         markdown_table(_of_presets()),
     ]
-    text += [
-        _kind(ledger, kind) for kind in get_args(Kind) if any(each.kind == kind for each in ledger)
-    ]
+    kinds = {each.kind for each in ledger}
+    sections += [_kind(ledger, kind) for kind in get_args(Kind) if kind in kinds]
     beds = json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))
     sources = {**SOURCES, "beds": f"{SOURCES['beds']}, measured {' and '.join(places(beds))}"}
-    text += ["## Sources", "\n".join(f"- `{name}`: {what}." for name, what in sources.items())]
-    return "\n\n".join(text) + "\n"
+    sections += ["## Sources", "\n".join(f"- `{name}`: {what}." for name, what in sources.items())]
+    return "\n\n".join(sections) + "\n"
 
 
 def _of_kinds(ledger: list[Entry]) -> list[list[str]]:
@@ -254,11 +256,7 @@ def _of_claims(ledger: list[Entry]) -> list[list[str]]:
     of_claims = [
         [
             f"`{claim.name}`",
-            claim.reason
-            if claim.value is None
-            else claim.reason
-            if claim.value is None
-            else f"{claim.value:.3f}",
+            claim.reason if claim.value is None else f"{claim.value:.3f}",
             f"{claim.op} {claim.target:g}",
             "yes" if claim.holds else "**no**",
         ]
@@ -269,15 +267,11 @@ def _of_claims(ledger: list[Entry]) -> list[list[str]]:
 
 def _of_presets() -> list[list[str]]:
     """Return the table of what was measured of each preset of a cluster."""
-    of_presets = [
-        [
-            f"`{name}`",
-            "; ".join(read_cluster(name).measured) or "nothing by us",
-            read_cluster(name).source,
-        ]
-        for name in presets()
-    ]
-    return [["preset", "measured", "the rest"], *of_presets]
+    table = [["preset", "measured", "the rest"]]
+    for name in presets():
+        cluster = read_cluster(name)
+        table.append([f"`{name}`", "; ".join(cluster.measured) or "nothing by us", cluster.source])
+    return table
 
 
 INTRODUCTION = """\
@@ -321,14 +315,14 @@ MISSES = """Known errors and their causes:
 def _kind(ledger: list[Entry], kind: str) -> str:
     """Return the section with a kind's figures; of more than `SHOWN`, an evenly spaced selection by
     ratio."""
-    ordered = sorted((each for each in ledger if each.kind == kind), key=lambda each: each.ratio)
+    of_kind = [each for each in ledger if each.kind == kind]
+    ordered = sorted(of_kind, key=lambda each: each.ratio)
+    last = len(ordered) - 1
     step = max(1, -(-len(ordered) // SHOWN))
-    selected = [
-        each for place, each in enumerate(ordered) if place % step == 0 or place == len(ordered) - 1
-    ]
+    selected = [each for at, each in enumerate(ordered) if at % step == 0 or at == last]
     lines = [["what", "machine", "measured", "predicted", "unit", "ratio", "source", ""]]
     for each in selected:
-        source = each.source if each.source not in SOURCES else f"`{each.source}`"
+        source = f"`{each.source}`" if each.source in SOURCES else each.source
         lines.append(
             [
                 each.what,

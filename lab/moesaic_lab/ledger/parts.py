@@ -3,6 +3,12 @@
 Others measured parts of a step in isolation (collectives inside a node, products, expert stages,
 layers), and whole steps with their memory. Further entries come from this laboratory's own
 measurements and reproductions.
+
+Each generator here reads the rows of one table of measurements, predicts each of them by the
+planner's model of the row's machine (a preset, by `cluster_of`), and yields both as an `Entry`.
+Entries marked `fitted` are those to which numbers of the preset were fitted: no evidence. A gated
+expert has three matrices of dim x hidden, so a row takes 6 * dim * hidden FLOPs forward, and as
+many bytes of bfloat16 weights are read.
 """
 
 from __future__ import annotations
@@ -52,10 +58,11 @@ cluster_of = functools.lru_cache(read_cluster)
 
 def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the messages of a ring's n - 1 steps over a buffer: sources, targets, bytes, numbers
-    of messages."""
-    here = np.arange(ranks)
-    sent = np.full(ranks, (ranks - 1) / ranks * num_bytes)
-    return here, (here + 1) % ranks, sent, np.full(ranks, float(ranks - 1))
+    of messages, (n,) each."""
+    source = np.arange(ranks)
+    target = (source + 1) % ranks
+    sent_bytes = np.full(ranks, (ranks - 1) / ranks * num_bytes)
+    return source, target, sent_bytes, np.full(ranks, float(ranks - 1))
 
 
 def everybody(
@@ -64,9 +71,9 @@ def everybody(
     """Return the messages of an all-to-all in which each rank has a buffer of `num_bytes`, in the
     form of `ring`."""
     source, target = (each.ravel() for each in np.indices((ranks, ranks)))
-    other = source != target
-    count = int(other.sum())
-    return source[other], target[other], np.full(count, num_bytes / ranks), np.ones(count)
+    leaves = source != target
+    count = int(leaves.sum())
+    return source[leaves], target[leaves], np.full(count, num_bytes / ranks), np.ones(count)
 
 
 def alone(cluster: ClusterSpec, ranks: int, *messages: np.ndarray) -> float:
@@ -81,20 +88,22 @@ def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: floa
     if operation == "all_reduce":
         grid = Grid(world=ranks, ranks_per_node=ranks)
         return cluster.host.task_us * 1e-6 + all_reduce_seconds(cluster, grid, num_bytes, ranks)
-    return alone(
-        cluster, ranks, *(everybody if operation == "alltoall" else ring)(ranks, num_bytes)
-    )
+    messages = everybody if operation == "alltoall" else ring
+    return alone(cluster, ranks, *messages(ranks, num_bytes))
 
 
 def nccl(
     machine: Callable[[str], ClusterSpec] = cluster_of, fitted_of: str | None = None
 ) -> Iterator[Entry]:
-    """Yield NCCL's collectives inside one node; with `fitted_of` only those to which this machine's
-    links are fitted."""
+    """Yield NCCL's collectives inside one node.
+
+    Args:
+        machine: returns the cluster of a machine's name.
+        fitted_of: a machine, to yield only the entries to which its links are fitted; None for all.
+    """
     for row in read_figures("nccl"):
-        fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(
-            row["machine"], ()
-        )
+        fitted_gpus = FITTED_GPUS.get(row["machine"], ())
+        fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in fitted_gpus
         if fitted_of is not None and not (fitted and row["machine"] == fitted_of):
             continue
         ranks = int(row["gpus"])
@@ -129,8 +138,9 @@ def deepep() -> Iterator[Entry]:
             dim=dim,
             hidden=1,
         )
-        sent = node_tokens_per_node(layer, 8, 1) * 8 * dim
-        for what, size in (("dispatch", 1 + 4 / 128), ("combine", 2)):
+        # of a rank: the tokens for each of 8 ranks, times their columns
+        sent_elements = node_tokens_per_node(layer, 8, 1) * 8 * dim
+        for what, element_bytes in (("dispatch", 1 + 4 / 128), ("combine", 2)):
             yield Entry(
                 kind="collectives",
                 what=(
@@ -138,7 +148,7 @@ def deepep() -> Iterator[Entry]:
                 ),
                 machine=row["machine"],
                 measured=float(row[f"{what}_us"]),
-                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6,
+                predicted=alone(cluster, 8, *everybody(8, sent_elements * element_bytes)) * 1e6,
                 unit="us",
                 source="aiconfigurator",
             )
@@ -157,30 +167,30 @@ def deepep_across() -> Iterator[Entry]:
         dim = 7168
         layer = Workload(tokens=tokens, num_experts=256, top_k=8, dim=dim, hidden=1)
         grid = Grid(world=8 * nodes, ep=8 * nodes, ranks_per_node=8)
-        program = in_pieces(
-            compile_plan(Plan(all_to_all="multicast", order="fifo"), grid).forward, "fp8"
-        )
+        compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
+        program = in_pieces(compiled.forward, "fp8")
         simulated = Simulator(cluster_of(row["machine"], nodes=nodes)).run(program, layer, grid)
-        moves = {task.name for task in program.tasks if task.op is Op.MOVE and task.of is not None}
-        places = nodes if nodes > 1 else 8
-        rows = node_tokens_per_node(layer, places, 1) * places
-        for what, stage, size in (
+        moves = set()
+        for task in program.tasks:
+            if task.op is Op.MOVE and task.of is not None:
+                moves.add(task.name)
+        receivers = nodes if nodes > 1 else 8
+        logical_rows = node_tokens_per_node(layer, receivers, 1) * receivers
+        for what, stage, element_bytes in (
             ("dispatch", Stage.DISPATCH, 1 + 4 / 128),
             ("combine", Stage.COMBINE, 2),
         ):
-            busy = [
-                span
-                for span in simulated.timeline.spans
-                if span.stage is stage and span.task in moves
-            ]
+            spans = [span for span in simulated.timeline.spans if span.stage is stage]
+            sending = [span for span in spans if span.task in moves]
+            seconds = max(span.end for span in sending) - min(span.start for span in sending)
             yield Entry(
                 kind="collectives",
                 what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
                 machine=row["machine"],
-                measured=rows * size * dim / row[what] / 1e3,
+                measured=logical_rows * element_bytes * dim / row[what] / 1e3,  # row: GB/s
                 unit="us",
                 source="deepep",
-                predicted=(max(span.end for span in busy) - min(span.start for span in busy)) * 1e6,
+                predicted=seconds * 1e6,
             )
 
 
@@ -188,8 +198,13 @@ def products() -> Iterator[Entry]:
     """Yield products of two matrices; no number of a preset was fitted to them."""
     for row in read_figures("products"):
         rates = rates_of(cluster_of(row["machine"]), "bf16")
-        m, n, k = (int(row[name]) for name in "mnk")
-        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
+        m = int(row["m"])
+        n = int(row["n"])
+        k = int(row["k"])
+        rows = np.array([float(m)])
+        flops_per_row = 2.0 * n * k
+        weight_bytes = 2.0 * n * k
+        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
         yield Entry(
             kind="products",
             what=f"{m:,} x {k:,} x {n:,}",
@@ -206,8 +221,13 @@ def narrow_products() -> Iterator[Entry]:
     the preset's interval."""
     for row in read_figures("narrow_products"):
         rates = rates_of(cluster_of(row["machine"]), "fp8")
-        m, n, k = (int(row[name]) for name in "mnk")
-        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
+        m = int(row["m"])
+        n = int(row["n"])
+        k = int(row["k"])
+        rows = np.array([float(m)])
+        flops_per_row = 2.0 * n * k
+        weight_bytes = 1.0 * n * k
+        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
         yield Entry(
             kind="products",
             what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}",
@@ -222,22 +242,23 @@ def narrow_products() -> Iterator[Entry]:
 
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     """Return the predicted seconds of the forward pass of one device's experts, each with the same
-    number of rows."""
-    tokens, dim, hidden, top_k, experts = (
-        int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts")
-    )
+    number of rows: products, traffic of activations (3 matrices, 2 bytes), and one launch."""
+    dim = int(row["dim"])
+    hidden = int(row["hidden"])
+    experts = int(row["experts"])
     rates = rates_of(cluster, "bf16")
-    rows = np.full(experts, tokens * top_k / experts)
-    seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
-    return (
-        float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum())
-        + cluster.host.task_us * 1e-6
-    )
+    copies = int(row["tokens"]) * int(row["top_k"])
+    rows = np.full(experts, copies / experts)
+    work = 6.0 * dim * hidden
+    seconds = rates.product_seconds(rows, work, work, grouped=True)
+    traffic_seconds = rates.traffic_seconds(rows, dim, hidden, 3, 2)
+    return float((seconds + traffic_seconds).sum()) + cluster.host.task_us * 1e-6
 
 
 def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
     """Yield expert stages: the forward pass of experts of three matrices, all on one device."""
     for row in read_figures("expert_stages"):
+        fitted_sizes = row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM
         yield Entry(
             kind="expert stages",
             what=(
@@ -249,9 +270,7 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
             predicted=expert_stage(machine(row["machine"]), row) * 1e6,
             unit="us",
             source="aiconfigurator",
-            fitted=row["machine"] == "dgx-h200"
-            and row["experts"] in FITTED_EXPERTS
-            and row["dim"] != UNFITTED_DIM,
+            fitted=row["machine"] == "dgx-h200" and fitted_sizes,
         )
 
 
@@ -269,11 +288,13 @@ def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator
         layer = _own_layer(row)
         rows = np.full(layer.num_experts, layer.copies / layer.num_experts)
         work = 6.0 * layer.dim * layer.hidden
-        once = rates.product_seconds(rows, work, work, grouped=True)
-        once += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
-        for (direction, names), times in zip(PRODUCTS.items(), (1, 2)):
-            measured = sum(float(row[f"{name}_us"]) for name in names)
-            yield _own_entry("own products", row, direction, measured, times * float(once.sum()))
+        by_expert = rates.product_seconds(rows, work, work, grouped=True)
+        by_expert += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
+        forward_seconds = float(by_expert.sum())
+        # backward has two products for each one of forward
+        for direction, times in (("forward", 1), ("backward", 2)):
+            measured = sum(float(row[f"{name}_us"]) for name in PRODUCTS[direction])
+            yield _own_entry("own products", row, direction, measured, times * forward_seconds)
 
 
 def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
@@ -286,7 +307,7 @@ def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[E
         forward, backward = Simulator(cluster.of_devices(1)).passes(
             compiled.forward, compiled.backward, layer, compiled.grid
         )
-        sorting = sort_seconds(cluster, layer.copies)
+        sorting = sort_seconds(cluster, layer.copies)  # forward sorts the copies by expert
         yield _own_entry(
             "own stages", row, "forward", float(row["forward_us"]), forward.seconds + sorting
         )
@@ -298,14 +319,14 @@ def own_layers() -> Iterator[Entry]:
     kernels."""
     for row in read_figures("own_stages"):
         layer = _own_layer(row)
-        sizes = layer.tokens, layer.dim, layer.num_experts, layer.element_bytes
-        for direction, router in zip(
-            ("forward", "backward"), router_seconds(cluster_of(row["machine"]), *sizes)
-        ):
+        cluster = cluster_of(row["machine"])
+        by_direction = router_seconds(
+            cluster, layer.tokens, layer.dim, layer.num_experts, layer.element_bytes
+        )
+        for direction, router in zip(("forward", "backward"), by_direction):
             seconds = float(row[f"{direction}_us"]) * 1e-6 + router
-            yield _own_entry(
-                "own layers", row, direction, float(row[f"layer_{direction}_us"]), seconds
-            )
+            measured_us = float(row[f"layer_{direction}_us"])
+            yield _own_entry("own layers", row, direction, measured_us, seconds)
 
 
 def _own_layer(row: dict[str, str]) -> Workload:
@@ -337,14 +358,14 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
     """Yield the products of gated experts on one device: forward, and for both gradients, which are
     accumulated in float32."""
     for row in read_figures("grouped_products"):
-        experts, count, dim, hidden = (
-            int(row[name]) for name in ("experts", "rows", "dim", "hidden")
-        )
+        experts = int(row["experts"])
+        count = int(row["rows"])
+        dim = int(row["dim"])
+        hidden = int(row["hidden"])
         rates = rates_of(machine(row["machine"]), "bf16")
         rows = np.full(experts, float(count))
-        seconds = 3 * rates.product_seconds(
-            rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True
-        )
+        work = 6.0 * dim * hidden
+        seconds = 3 * rates.product_seconds(rows, work, work, grouped=True)
         yield Entry(
             kind="expert stages",
             what=(
@@ -396,17 +417,20 @@ def laer() -> Iterator[Entry]:
     since the artifact does not say which ranks take part in them.
     """
     for row in read_figures("laer"):
-        hidden = 14336 // (2 if "e16" in row["model"] else 1)
+        # models of Mixtral's width: dim 4096, hidden 14336, or half of it with 16 experts
+        hidden = 14336 // 2 if "e16" in row["model"] else 14336
         rates = rates_of(cluster_of("laer"), "bf16")
         rows = np.array([float(row["copies"])])
-        once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden, grouped=True)
-        once += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
+        work = 6.0 * 4096 * hidden
+        forward_seconds = rates.product_seconds(rows, work, work, grouped=True)
+        forward_seconds += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
         yield Entry(
             kind="layers",
             what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step",
             machine="laer",
             measured=float(row["expert_s"]),
-            predicted=float(once[0]) * 3 * 2 * int(row["layers"]),
+            # backward takes two forward passes, and a step has two micro-batches
+            predicted=float(forward_seconds[0]) * 3 * 2 * int(row["layers"]),
             unit="s",
             source="laer",
         )
@@ -418,25 +442,22 @@ def predicted_step(
     """Return the prediction of a published step, and the predicted tokens per second and device.
 
     Args:
+        row: a step of `published.toml`.
         models: the sizes of models by name.
         launches: as in `StepModel`.
     """
     shape = read_shape(models[row["model"]], row["model"], seq_len=row["seq_len"])
     machine = row["machine"]
     gpus = row["gpus"]
-    cluster = cluster_of(machine, nodes=-(-gpus // cluster_of(machine).devices_per_node))
-    cluster = cluster.of_devices(gpus)
+    nodes = -(-gpus // cluster_of(machine).devices_per_node)
+    cluster = cluster_of(machine, nodes=nodes).of_devices(gpus)
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(
-        batch_size=row["gpus"],
-        precision="bfloat16",
-        model=shape,
-        data=DataShape(vocab_size=shape.vocab),
+        batch_size=gpus, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab)
     )
     prediction = predict(job, cluster, layout, launches=launches)
-    return prediction, layout.sequences(row["gpus"]) * row["seq_len"] / prediction.seconds / row[
-        "gpus"
-    ]
+    tokens = layout.sequences(gpus) * row["seq_len"]
+    return prediction, tokens / prediction.seconds / gpus
 
 
 def steps() -> Iterator[Entry]:
@@ -444,7 +465,8 @@ def steps() -> Iterator[Entry]:
     published = read_published()
     for row in published["step"]:
         prediction, speed = predicted_step(row, published["model"])
-        tokens = row["layout"].get("global_batch", row["gpus"]) * row["seq_len"] / row["gpus"]
+        sequences = row["layout"].get("global_batch", row["gpus"])
+        tokens = sequences * row["seq_len"] / row["gpus"]
         yield Entry(
             kind="steps",
             what=_described(row),
@@ -464,7 +486,8 @@ def memory() -> Iterator[Entry]:
     """Yield the published memory of runs whose times are not in the ledger."""
     published = read_published()
     for row in published["memory"]:
-        yield _memory(row, _described(row), predicted_step(row, published["model"])[0])
+        prediction, _ = predicted_step(row, published["model"])
+        yield _memory(row, _described(row), prediction)
 
 
 def _described(row: dict[str, Any]) -> str:
@@ -490,7 +513,8 @@ def _memory(row: dict[str, Any], what: str, prediction: PlannedStep) -> Entry:
 def papers() -> Iterator[Entry]:
     """Yield the figures of the five reproductions from their committed results, except those in
     percentage points."""
-    for row in json.loads((RESULTS / "reproduce.json").read_text(encoding="utf-8"))["rows"]:
+    results = json.loads((RESULTS / "reproduce.json").read_text(encoding="utf-8"))
+    for row in results["rows"]:
         if row["ratio"] is not None:
             yield Entry(
                 kind="papers",
@@ -507,7 +531,8 @@ def papers() -> Iterator[Entry]:
 def beds() -> Iterator[Entry]:
     """Yield the layers on emulated clusters from the committed results, as measured and as
     predicted from a profile."""
-    for row in json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))["rows"]:
+    results = json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))
+    for row in results["rows"]:
         if "predicted_seconds" in row:
             yield Entry(
                 kind="beds",

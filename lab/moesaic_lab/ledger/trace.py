@@ -58,14 +58,10 @@ def read_kernels(path: Path) -> list[Kernel]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
-        kernels = [
-            Kernel(
-                row["stream"],
-                float(row["start_us"]),
-                float(row["start_us"]) + float(row["duration_us"]),
-            )
-            for row in rows
-        ]
+        kernels = []
+        for row in rows:
+            start = float(row["start_us"])
+            kernels.append(Kernel(row["stream"], start, start + float(row["duration_us"])))
     except OSError as error:
         raise InputError(f"--trace {path}: cannot be read ({error.strerror or error})") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -73,11 +69,8 @@ def read_kernels(path: Path) -> list[Kernel]:
             f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})"
         ) from error
     streams = {kernel.stream for kernel in kernels}
-    if (
-        not kernels
-        or len(streams) > len(LANES)
-        or any(kernel.end < kernel.start for kernel in kernels)
-    ):
+    has_negative = any(kernel.end < kernel.start for kernel in kernels)
+    if not kernels or len(streams) > len(LANES) or has_negative:
         raise InputError(
             f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one "
             f"kernel, at most {len(LANES)} streams, and no duration below 0"
@@ -86,26 +79,25 @@ def read_kernels(path: Path) -> list[Kernel]:
 
 
 def laid_out(kernels: list[Kernel]) -> float:
-    """Return the makespan in seconds when the kernels are replayed with their measured durations
-    and dependencies."""
+    """Return the makespan in seconds when the kernels, sorted by start, are replayed with their
+    measured durations and dependencies; see the head of this file."""
     streams = sorted({kernel.stream for kernel in kernels})
-    numbers = {
-        stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream]
-        for stream in streams
-    }
-    busiest = max(numbers.values(), key=len)
-    launch = (
-        statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(busiest))
-        if len(busiest) > 1
-        else 0.0
-    )
+    numbers: dict[str, list[int]] = {stream: [] for stream in streams}
+    for number, kernel in enumerate(kernels):
+        numbers[kernel.stream].append(number)
+    busiest = [kernels[number] for number in max(numbers.values(), key=len)]
+    launch = 0.0
+    if len(busiest) > 1:
+        launch = statistics.median(after.start - before.end for before, after in pairwise(busiest))
+
+    # a kernel is a task that writes a slot of its own, which the kernels that wait for it read
     tasks = []
     seconds = {}
     for number, kernel in enumerate(kernels):
         reads = []
         for other in streams:
-            ended = [kernels[each].end for each in numbers[other]]
-            last_ended = bisect_right(ended, kernel.start) - 1
+            ends = [kernels[each].end for each in numbers[other]]
+            last_ended = bisect_right(ends, kernel.start) - 1
             if other != kernel.stream and last_ended >= 0:
                 reads.append(str(numbers[other][last_ended]))
         name = str(number)
@@ -143,33 +135,32 @@ def predicted() -> float:
     )
     grid = Grid(world=64, ep=64, ranks_per_node=8)
     model = job.step_model(cluster, 64)
-    sparse = replace(
+    layer = replace(model.layer, products="fp8")
+    traced = replace(
         model,
         num_layers=LAYERS,
         sparse_layers=LAYERS,
         vocab=0,
         launches=(0.0, 0.0),
         overlapped=True,
+        layer=layer,
     )
-    around = StepCostModel(
-        replace(sparse, layer=replace(model.layer, products="fp8")), grid, Simulator(cluster)
-    )
+    costs = StepCostModel(traced, grid, Simulator(cluster))
+
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
-    forward, backward = (
-        in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward)
-    )
-    return around.busy_seconds(
-        *around.simulator.passes(forward, backward, around.model.layer, compiled.grid)
-    )
+    forward = in_pieces(compiled.forward, dispatched="fp8")
+    backward = in_pieces(compiled.backward, dispatched="fp8")
+    passes = costs.simulator.passes(forward, backward, layer, compiled.grid)
+    return costs.busy_seconds(*passes)
 
 
 def trace(path: Path) -> list[Entry]:
     """Return two entries that compare the trace's makespan with its replay and with the
     prediction."""
     kernels = read_kernels(path)
-    measured = (
-        max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
-    ) * 1e-3
+    start = min(kernel.start for kernel in kernels)
+    end = max(kernel.end for kernel in kernels)
+    measured = (end - start) * 1e-3
     return [
         Entry(
             kind="trace",

@@ -39,11 +39,10 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, tuple[ModelCase, ...
     """Return the whole configuration, and the cases to measure."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
-    chosen = (
-        ()
-        if only == ("profile",)
-        else config.narrowed(only=tuple(w for w in only if w != "profile")).cells
-    )
+    chosen: tuple[ModelCase, ...] = ()
+    if only != ("profile",):
+        cells_only = tuple(word for word in only if word != "profile")
+        chosen = config.narrowed(only=cells_only).cells
     require_cluster()
     return config, chosen
 

@@ -51,6 +51,7 @@ def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
     rows = []
     for result in results:
         measured = result.measured
+        measured_seconds, predicted_seconds = zip(*points([result]))
         errors = [abs(result.predicted[name] / seconds - 1) for name, seconds in measured.items()]
         best = min(measured, key=lambda name: measured[name])
         rows.append(
@@ -61,7 +62,7 @@ def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
                 "plans": len(measured),
                 "median_error": statistics.median(errors),
                 "p95_error": float(np.percentile(errors, 95)),
-                "rank_correlation": float(spearmanr(*zip(*points([result]))).statistic),
+                "rank_correlation": float(spearmanr(measured_seconds, predicted_seconds).statistic),
                 "pick": result.pick,
                 "pick_seconds": measured[result.pick],
                 "best": best,
@@ -79,64 +80,51 @@ def case_table(results: Sequence[ModelFound]) -> Table:
 
 def claims(results: Sequence[ModelFound]) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
+    # on all plans of all cases
     pairs = points(results)
     missing = "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
     errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
+    median = statistics.median(errors) if errors else None
+    p95 = float(np.percentile(errors, 95)) if errors else None
     correlation = float(spearmanr(*zip(*pairs)).statistic) if len(pairs) > 2 else None
     error_claims = [
-        _claim("model.median_error", statistics.median(errors) if errors else None, 0.06, missing),
-        _claim(
-            "model.p95_error", float(np.percentile(errors, 95)) if errors else None, 0.15, missing
-        ),
+        _claim("model.median_error", median, 0.06, missing),
+        _claim("model.p95_error", p95, 0.15, missing),
         _claim("model.rank_correlation", correlation, 0.97, missing, op=">="),
     ]
+
+    # on the order of the plans of each case, and on its regret
     ranked = sum(len(result.measured) >= LEAST_PLANS for result in results)
-    missing = (
-        ""
-        if ranked >= LEAST_CASES
-        else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
-    )
+    missing = ""
+    if ranked < LEAST_CASES:
+        missing = f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
     regrets = [result.regret for result in results]
     by_case = [row["rank_correlation"] for row in case_rows(results)]
+    case_correlation = statistics.median(by_case) if by_case else None
+    regret = statistics.median(regrets) if regrets else None
     return [
         *error_claims,
-        _claim(
-            "model.case_correlation",
-            statistics.median(by_case) if by_case else None,
-            0.9,
-            missing,
-            op=">=",
-        ),
+        _claim("model.case_correlation", case_correlation, 0.9, missing, op=">="),
         _claim("model.case_correlation_worst", min(by_case, default=None), 0.75, missing, op=">="),
         _claim("model.planner_regret", max(regrets, default=None), 0.03, missing),
-        _claim(
-            "model.planner_regret_median",
-            statistics.median(regrets) if regrets else None,
-            None,
-            missing,
-        ),
+        _claim("model.planner_regret_median", regret, None, missing),
     ]
 
 
 def panels(results: Sequence[ModelFound]) -> list[Panel]:
     """Return a panel of predicted over measured times per bed and kind of compute."""
     all_panels = []
-    kinds = dict.fromkeys((result.case.shape, result.case.compute) for result in results)
-    for bed, compute in kinds:
-        of_kind = [
-            result
-            for result in results
-            if (result.case.shape, result.case.compute) == (bed, compute)
-        ]
-        ends = [1e3 * value for pair in points(of_kind) for value in pair]
-        low = min(ends)
-        high = max(ends)
+    by_kind: dict[tuple[str, str], list[ModelFound]] = {}
+    for result in results:
+        by_kind.setdefault((result.case.shape, result.case.compute), []).append(result)
+    for (bed, compute), of_kind in by_kind.items():
+        all_ms = [1e3 * seconds for pair in points(of_kind) for seconds in pair]
+        low = min(all_ms)
+        high = max(all_ms)
         series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]
         for result in of_kind:
-            ordered = sorted(
-                (1e3 * measured, 1e3 * predicted) for measured, predicted in points([result])
-            )
-            x, y = zip(*ordered)
+            in_ms = [(1e3 * measured, 1e3 * predicted) for measured, predicted in points([result])]
+            x, y = zip(*sorted(in_ms))
             series.append(PlottedSeries(name=result.case.name, x=x, y=y))
         all_panels.append(
             Panel(
@@ -160,4 +148,6 @@ def _claim(
     op: Literal[">=", "<="] = "<=",
 ) -> Claim:
     """Return a claim, without a value if something is missing."""
-    return Claim(name=name, value=None if missing else value, target=target, op=op, reason=missing)
+    if missing:
+        value = None
+    return Claim(name=name, value=value, target=target, op=op, reason=missing)

@@ -55,7 +55,7 @@ class PlanTimes:
 
 
 def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
-    """Create the layer of a case on its mesh with the first plan."""
+    """Create the layer of a case on its mesh, to start with under the first plan."""
     case = job.case
     grid = job.grid
     experts: str | ExpertsFactory = "swiglu"
@@ -89,10 +89,10 @@ def measure(job: ModelJob) -> PlanTimes:
     with without_collections():
         screened = gathered(in_turn(steps, job.repeats, barrier=barrier, warmup=0))
         order = sorted(screened, key=lambda name: statistics.median(screened[name]))
-        again = dict.fromkeys([*job.favourites, *order[: job.leaders]] if job.leaders else [])
-        confirmed = gathered(
-            in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0)
-        )
+        again = {}
+        if job.leaders:
+            again = {name: steps[name] for name in (*job.favourites, *order[: job.leaders])}
+        confirmed = gathered(in_turn(again, job.leader_repeats, barrier=barrier, warmup=0))
     return PlanTimes(screened=screened, confirmed=confirmed)
 
 

@@ -4,6 +4,9 @@ predicted.
 Measured times are kept in a folder: a file per case, and per bed its profile. So a run can be
 interrupted and continued, and a changed cost model can be compared with the same times. A file is
 used again only for exactly the same case, bed and repeats.
+
+A case is one layer on one bed, an emulated cluster; a profile is the measured `ClusterSpec` of a
+bed. The parameter `keep` is the folder.
 """
 
 from __future__ import annotations
@@ -96,14 +99,14 @@ def run(
     keep.mkdir(parents=True, exist_ok=True)
     with Launcher() as launcher:
         for bed, of_bed in config.beds.items():
-            jobs = [
-                case for case in of_bed if case in cases and not _path(keep, config, case).exists()
-            ]
-            if not jobs and (not profiles or _profile_path(keep, bed).exists()):
+            chosen = [case for case in of_bed if case in cases]
+            to_measure = [case for case in chosen if not _path(keep, config, case).exists()]
+            needs_profile = profiles and not _profile_path(keep, bed).exists()
+            if not to_measure and not needs_profile:
                 continue
             with launcher.open(bed) as ranks:
                 profile = _profile(keep, bed, ranks, progress)
-                for case in jobs:
+                for case in to_measure:
                     progress(f"{case.shape}: {case.name}")
                     _measure(keep, config, case, profile, ranks)
 
@@ -111,31 +114,34 @@ def run(
 def kept(config: ModelBenchConfig, keep: Path) -> list[ModelFound]:
     """Return the cases that have times in a folder and a profile of their bed, with their
     predictions."""
-    return [
-        _predicted_case(keep, config, case, read_cluster(str(_profile_path(keep, case.bed))))
-        for case in config.cells
-        if _path(keep, config, case).exists() and _profile_path(keep, case.bed).exists()
-    ]
+    results = []
+    for case in config.cells:
+        profile_path = _profile_path(keep, case.bed)
+        if _path(keep, config, case).exists() and profile_path.exists():
+            profile = read_cluster(str(profile_path))
+            results.append(_predicted_case(keep, config, case, profile))
+    return results
 
 
 def plans_of(case: ModelCase) -> dict[str, Compiled]:
     """Return the distinct plans of a case by name; only some of them if `case.plans` limits their
     number."""
     plans = _plans_on(case.grid)
-    if case.plans and case.plans < len(plans):
-        step = len(plans) / case.plans
-        names = sorted(plans)
-        plans = {names[int(n * step)]: plans[names[int(n * step)]] for n in range(case.plans)}
-    return plans
+    if not case.plans or case.plans >= len(plans):
+        return plans
+    names = sorted(plans)
+    step = len(names) / case.plans
+    evenly_spaced = [names[int(number * step)] for number in range(case.plans)]
+    return {name: plans[name] for name in evenly_spaced}
 
 
 @lru_cache(maxsize=16)
 def _plans_on(grid: Grid) -> dict[str, Compiled]:
     """Return the distinct plans on a mesh by name. Cases share meshes, and compiling all plans
     takes seconds."""
-    return distinct(
-        {plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)}
-    )[0]
+    plans = {plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)}
+    different, _ = distinct(plans)
+    return different
 
 
 def predict(
@@ -154,12 +160,13 @@ def predict(
     if case.compute == "virtual":  # experts that sleep leave the cores to messages
         device = replace(device.with_flops(1e9 * case.gflops), contention=0.0)
     simulator = Simulator(replace(profile, device=device))
-    return {
-        name: simulator.layer_seconds(
-            compiled.forward, compiled.backward, _workload_of(case, compiled, seed), compiled.grid
+    predicted = {}
+    for name, compiled in plans.items():
+        workload = _workload_of(case, compiled, seed)
+        predicted[name] = simulator.layer_seconds(
+            compiled.forward, compiled.backward, workload, compiled.grid
         )
-        for name, compiled in plans.items()
-    }
+    return predicted
 
 
 def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
@@ -168,10 +175,10 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     from moesaic.measure.host import visits
 
     layer = case.workload(compiled.grid.tp)
+    # tokens that one rank routes: its slice, or all of its tensor-parallel group
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
-    return replace(
-        layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks)
-    )
+    rank_visits = visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks)
+    return replace(layer, visits=rank_visits)
 
 
 def _measure(
@@ -195,7 +202,7 @@ def _measure(
         leader_repeats=config.leader_repeats,
         seed=config.seed,
     )
-    times = ranks.run(model_ranks.measure, job)[0]
+    times, *_ = ranks.run(model_ranks.measure, job)  # the same on all ranks
     kept_json(_path(keep, config, case), lambda: asdict(times))
 
 
@@ -208,7 +215,7 @@ def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> Cluster
     path = _profile_path(keep, bed)
     if not path.exists():
         progress(f"{bed.nodes}x{bed.ranks_per_node}: profile")
-        measured = ranks.run(model_ranks.profiled, bed.ranks_per_node, PROFILE_REPEATS)[0]
+        measured, *_ = ranks.run(model_ranks.profiled, bed.ranks_per_node, PROFILE_REPEATS)
         path.write_text(as_toml(measured), encoding="utf-8")
     return read_cluster(str(path))
 
@@ -218,32 +225,31 @@ def _predicted_case(
 ) -> ModelFound:
     """Return the kept times of a case with their predictions."""
     content = json.loads(_path(keep, config, case).read_text(encoding="utf-8"))
+    screened = {name: tuple(times) for name, times in content["screened"].items()}
+    confirmed = {name: tuple(times) for name, times in content["confirmed"].items()}
     plans = plans_of(case)
-    timed = {
-        part: {name: tuple(times) for name, times in content[part].items()}
-        for part in ("screened", "confirmed")
-    }
-    if set(timed["screened"]) != set(plans):
+    if set(screened) != set(plans):
         raise InputError(
             f"{_path(keep, config, case)} has other plans than this version: measure again in "
             "a new folder"
         )
     predicted = predict(case, plans, profile, config.seed)
-    return ModelFound(
-        case=case, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"]
-    )
+    return ModelFound(case=case, predicted=predicted, screened=screened, confirmed=confirmed)
 
 
 def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
     """Return the file of a case's times."""
-    key = [asdict(case), asdict(replace(config, cells=()))]
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
+    measured = [asdict(case), asdict(replace(config, cells=()))]
+    key = json.dumps(measured, sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    name = case.name.replace(" ", "_").replace(",", "")
+    return keep / f"case-{name}-{digest}.json"
 
 
 def _profile_path(keep: Path, bed: Bed) -> Path:
     """Return the file of a bed's profile."""
-    digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
+    key = json.dumps(asdict(bed), sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.toml"
 
 

@@ -15,6 +15,10 @@ that hides them is simulated on NetMoE's 2 nodes of 8.
 
     moesaic bench netmoe --json benchmarks/results/netmoe.json \
         --picture docs/images/bench/netmoe.svg
+
+Terms: a method is a policy that places samples (`METHODS`), None for plain expert parallelism. A
+load is some routing, a `Trace`, with the keys of its rows. Rows are dictionaries; `inter` and
+`intra` are bytes between and inside nodes, and `saved` is a share of plain's.
 """
 
 from __future__ import annotations
@@ -111,9 +115,11 @@ def simulated() -> Rows:
     for per_node in (2, 4, 8):
         setting = paper_setting(4, per_node)
         costs = Costs(setting, paper_cluster(4, per_node))
-        for at in LOCALITIES:
-            found = predicted(setting, costs, routing(setting, at), TwoStage(**ALWAYS))
-            rows.append({"per_node": per_node, "method": "two_stage", "locality": at, **found})
+        for wanted in LOCALITIES:
+            trace = routing(setting, wanted)
+            prediction = predicted(setting, costs, trace, TwoStage(**ALWAYS))
+            about = {"per_node": per_node, "method": "two_stage", "locality": wanted}
+            rows.append({**about, **prediction})
     return rows
 
 
@@ -121,18 +127,21 @@ def predicted(setting: Setting, costs: Costs, trace: Trace, placer: Method) -> d
     """Return the cost model's prediction for a policy under some routing, compared with plain
     expert parallelism."""
     counts = [trace.samples(layer, 0) for layer in range(setting.num_layers)]
-    seconds, inside, across = costs.plain(counts)
     journey = travel(setting.grid, counts, setting.slots, placer or Stay())
-    own = (seconds, inside, across) if placer is None else costs.placed(journey)
+    plain = costs.plain(counts)
+    own = plain if placer is None else costs.placed(journey)
+    plain_seconds, plain_inside, plain_across = plain
+    seconds, inside, across = own
+    moved_nodes, moved_devices = journey.moved
     return {
-        "predicted_inter_bytes_plain": across,
-        "predicted_seconds": own[0],
-        "predicted_time_ratio": own[0] / seconds,
-        "predicted_inter_saved": 1 - own[2] / across,
-        "predicted_intra_ratio": own[1] / inside,
+        "predicted_inter_bytes_plain": plain_across,
+        "predicted_seconds": seconds,
+        "predicted_time_ratio": seconds / plain_seconds,
+        "predicted_inter_saved": 1 - across / plain_across,
+        "predicted_intra_ratio": inside / plain_inside,
         "decided_inter_saved": 1 - journey.after.inter / journey.before.inter,
-        "moved_nodes": journey.moved[0],
-        "moved_devices": journey.moved[1],
+        "moved_nodes": moved_nodes,
+        "moved_devices": moved_devices,
     }
 
 
@@ -170,24 +179,24 @@ def trained(repeats: int, told: Told) -> Rows:
     )
     costs = Costs(paper, paper_cluster(2, 8))
     rows = Rows()
-    about = {
-        (text, step): {"text": text, "step": step, "locality": locality_of(trace, step)}
-        for text, trace in traces.items()
-        for step in trace.steps
-    }
-    for (text, step), said in about.items():
-        found = predicted(paper, costs, recorded(paper, traces[text], step), TwoStage(**ALWAYS))
-        rows.append({"bed": "NetMoE's 2x8", "method": "two_stage", **said, **found})
+    about: dict[tuple[str, int], dict[str, Any]] = {}
+    for text, trace in traces.items():
+        for step in trace.steps:
+            about[text, step] = {"text": text, "step": step, "locality": locality_of(trace, step)}
+            load = recorded(paper, trace, step)
+            prediction = predicted(paper, costs, load, TwoStage(**ALWAYS))
+            head = {"bed": "NetMoE's 2x8", "method": "two_stage"}
+            rows.append({**head, **about[text, step], **prediction})
+
     layer = replace(BED_LAYER, tokens=shape.seq_len, num_experts=shape.num_experts)
     for name in BEDS:
         setting = bed_setting(name, layer, shape.num_layers)
-        ends = [
-            (text, step)
-            for text, trace in traces.items()
-            for step in (trace.steps[0], trace.steps[-1])
-        ]
-        loads = [(about[each], recorded(setting, traces[each[0]], each[1])) for each in ends]
-        rows += [{"bed": name, **row} for row in on_bed(name, setting, loads, repeats, told)]
+        loads = []
+        for text, trace in traces.items():
+            for step in (trace.steps[0], trace.steps[-1]):
+                loads.append((about[text, step], recorded(setting, trace, step)))
+        for row in on_bed(name, setting, loads, repeats, told):
+            rows.append({"bed": name, **row})
     return rows
 
 
@@ -223,11 +232,10 @@ def on_bed(
         of_ranks = ranks.run(measure_steps, job_of(setting, trace, METHODS, repeats=repeats))
         cell = BedCell(**joined(of_ranks, bed))
         across = {method: cell.across[method][0] for method in METHODS}
-        inside = {
-            method: sum(size for rank in of_ranks for *_, size in rank.sent[method][0])
-            - across[method]
-            for method in METHODS
-        }
+        inside = {}
+        for method in METHODS:
+            messages = [message for rank in of_ranks for message in rank.sent[method][0]]
+            inside[method] = sum(size for _, _, size in messages) - across[method]
         return [
             {
                 "method": method,
@@ -243,10 +251,12 @@ def on_bed(
             for method, placer in METHODS.items()
         ]
 
-    def about(load: tuple[dict[str, Any], Trace]) -> str:
-        return ", ".join([name, *(f"{key} {value}" for key, value in load[0].items())])
+    def in_words(load: tuple[dict[str, Any], Trace]) -> str:
+        about, _ = load
+        return ", ".join([name, *(f"{key} {value}" for key, value in about.items())])
 
-    return [row for rows in on_beds(loads, lambda _: bed, about, measure, told) for row in rows]
+    by_load = on_beds(loads, lambda load: bed, in_words, measure, told)
+    return [row for rows in by_load for row in rows]
 
 
 def job_of(
@@ -278,13 +288,16 @@ def decisions() -> Rows:
         hidden = Costs(setting, paper_cluster(2, 8)).hidden_seconds()
         for name, placer in (("two_stage", TwoStage(**ALWAYS)), ("weighed", Weighed(**ALWAYS))):
             times = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
-            row = {
-                "samples": samples,
-                "method": name,
-                "decision_seconds": times.median,
-                "decision_high": times.high,
-            }
-            rows.append(row | {"hidden_seconds": hidden, "share_of_hidden": times.median / hidden})
+            rows.append(
+                {
+                    "samples": samples,
+                    "method": name,
+                    "decision_seconds": times.median,
+                    "decision_high": times.high,
+                    "hidden_seconds": hidden,
+                    "share_of_hidden": times.median / hidden,
+                }
+            )
     return rows
 
 
@@ -293,6 +306,7 @@ def claims(rows: Rows) -> list[Claim]:
     the reason instead of a value."""
 
     def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **where: Any) -> Claim:
+        """Return a claim without a target: the largest `key` of the rows with values `where`."""
         return claimed(f"balance.{name}", lambda: max(figures(rows, key, **where)), None, op, unit)
 
     saved = [
@@ -409,14 +423,14 @@ def _simulated(rows: Rows, y: str) -> list[PlottedSeries]:
 
 def _line(rows: Rows, name: str, x: str, y: str, **where: Any) -> PlottedSeries:
     """Return the series of the figure `y` over `x`, of rows with the values `where`."""
-    points = [
-        row
-        for row in rows
-        if row.get(y) is not None and all(row.get(key) == value for key, value in where.items())
-    ]
-    return PlottedSeries(
-        name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points)
-    )
+    points = []
+    for row in rows:
+        matches = all(row.get(key) == value for key, value in where.items())
+        if matches and row.get(y) is not None:
+            points.append(row)
+    xs = tuple(row[x] for row in points)
+    ys = tuple(row[y] for row in points)
+    return PlottedSeries(name=name, x=xs, y=ys)
 
 
 PREDICTED = ("predicted_inter_saved", "predicted_time_ratio", "moved_nodes", "moved_devices")

@@ -73,9 +73,8 @@ class TableRouter(SoftmaxTopK):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         """Return one logit for the experts that the table lists, and a lower one for the others."""
         number_T = (x_TD[:, 0] / x_TD[:, 1]).round().long()
-        logits_TE = x_TD.new_zeros(len(x_TD), self.num_experts).scatter(
-            1, self._table[number_T], 1.0
-        )
+        zeros_TE = x_TD.new_zeros(len(x_TD), self.num_experts)
+        logits_TE = zeros_TE.scatter(1, self._table[number_T], 1.0)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE)
 
@@ -113,9 +112,8 @@ class Stack:
         self.trips: dict[str, SampleTrip] = {}
         """The latest trip of each policy."""
         samples = job.experts.shape[1] // job.length // job.grid.world
-        self.x = numbered(
-            samples, job.length, job.dim, first=transport.rank * samples * job.length
-        ).requires_grad_()
+        first_token = transport.rank * samples * job.length
+        self.x = numbered(samples, job.length, job.dim, first=first_token).requires_grad_()
 
     def step(self, name: str) -> Tensor:
         """Run forward and backward by one method; return the output, (samples, length, dim)."""
@@ -126,12 +124,12 @@ class Stack:
         trip = None
         if relocator is not None:
             followings = [Following(layer.router, layer.top_k) for layer in layers]
-            trip = self.trips[name] = relocator.start(followings, len(self.x), self.x.shape[1])
+            trip = relocator.start(followings, len(self.x), self.x.shape[1])
+            self.trips[name] = trip
         x: Tensor = self.x
         for layer in layers:
-            x = MovingMoE(layer)(
-                x, move=None if trip is None else trip.next(), residual=Residual(x)
-            )
+            move = None if trip is None else trip.next()
+            x = MovingMoE(layer)(x, move=move, residual=Residual(x))
         x.backward(torch.ones_like(x))
         self.x.grad = None
         self.layers.zero_grad()
@@ -168,12 +166,12 @@ def measure(job: TravelJob) -> Timed:
     """Check the methods of a job and time them in turn. All ranks call this together."""
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
-    watched = Stack(job, recorder)
+    recorded = Stack(job, recorder)
     stack = Stack(job, transport)
     messages = {}
     for name in job.methods:
         recorder.ranges.clear()
-        check(watched, name)
+        check(recorded, name)
         messages[name] = [sent(recorder)]
         check(stack, name)
     steps = {name: partial(stack.step, name) for name in job.methods}

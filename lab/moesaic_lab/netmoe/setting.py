@@ -6,6 +6,9 @@ the next layer's routing where they go next, and the last layer takes them home.
 `balance/run/relocate.py` does the same with tensors. Synthetic routing of consecutive layers is
 drawn independently, so a sample's experts in one layer say nothing about the next. That is the
 harder case for placement.
+
+A home is the rank that holds a sample (`Homes`). A slot is room for one sample on a rank: all ranks
+hold equally many. Counts of a layer are the copies that each sample sends to each expert.
 """
 
 from __future__ import annotations
@@ -128,13 +131,12 @@ def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
     samples are longer, each token stands for several that choose alike.
     """
     layer = setting.layer
-    tables = [
-        trace.samples(number, step)[: setting.samples] * (layer.tokens // trace.shape.seq_len)
-        for number in range(setting.num_layers)
-    ]
-    experts = np.stack(
-        [deal(table, layer.tokens, layer.top_k).reshape(-1, layer.top_k) for table in tables]
-    )
+    stands_for = layer.tokens // trace.shape.seq_len
+    experts_by_layer = []
+    for number in range(setting.num_layers):
+        counts = trace.samples(number, step)[: setting.samples] * stands_for
+        experts = deal(counts, layer.tokens, layer.top_k)
+        experts_by_layer.append(experts.reshape(-1, layer.top_k))
     shape = TraceShape(
         num_layers=setting.num_layers,
         num_experts=layer.num_experts,
@@ -142,9 +144,10 @@ def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
         sequences=setting.samples,
         seq_len=layer.tokens,
     )
-    return Trace.of(
-        TraceSegment(shape, "tokens", np.array([0]), experts[None, None], source={"step": step})
-    )
+    # one step and one micro-batch
+    table = np.stack(experts_by_layer)[None, None]
+    segment = TraceSegment(shape, "tokens", np.array([0]), table, source={"step": step})
+    return Trace.of(segment)
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,11 @@ class Journey:
         """Shares of the samples that change their (node, rank) after a layer that decides, averaged
         over these layers."""
         node = np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
-        decided = list(zip(self.homes, self.homes[1:-1]))
-        samples = max(len(decided), 1) * self.homes[0].samples.size
-        moved = [sum(a.moved(b, groups) for a, b in decided) / samples for groups in (node, None)]
-        return moved[0], moved[1]
+        decisions = list(zip(self.homes, self.homes[1:-1]))  # without the last move, home
+        samples = max(len(decisions), 1) * self.homes[0].samples.size
+        between_nodes = sum(before.moved(after, node) for before, after in decisions)
+        between_ranks = sum(before.moved(after, None) for before, after in decisions)
+        return between_nodes / samples, between_ranks / samples
 
 
 def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: AbstractPlacer) -> Journey:
@@ -179,16 +183,16 @@ def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: Abstrac
         grid: the mesh.
         counts: for each layer, (samples, num_experts) copies.
         slots: samples per rank.
+        placer: the policy.
     """
     homes = [Homes.start(grid.world, slots)]
-    volumes = np.zeros((2, 2), dtype=np.int64)
+    volumes = np.zeros((2, 2), dtype=np.int64)  # (before, after) by the fields of `Volume`
     for current, following in pairwise(counts):
         load = SampleLoad(grid, homes[-1], current, following)
         homes.append(placer.decide(load))
         volumes += [load.volume(homes[0]), load.volume(homes[-1])]
-    return Journey(
-        grid, counts, (*homes, homes[0]), Volume(*volumes[0].tolist()), Volume(*volumes[1].tolist())
-    )
+    before, after = (Volume(*row) for row in volumes.tolist())
+    return Journey(grid, counts, (*homes, homes[0]), before, after)
 
 
 class Costs:
@@ -197,8 +201,7 @@ class Costs:
     Args:
         setting: the ranks, samples and layers.
         plan: plan of the layers; None for the plain one. Samples can only move under plans that
-            deliver results directly to
-        new homes.
+            deliver results directly to new homes.
     """
 
     def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan | None = None) -> None:
@@ -214,13 +217,12 @@ class Costs:
         """Return (seconds, bytes inside nodes, bytes between nodes) of the layers if samples stay
         on their ranks."""
         calls: list[tuple[Program, CallSizes]] = []
-        for copies in counts:
-            table = copies.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
-            tokens = np.full(self.setting.grid.world, self._layer.tokens)
+        grid = self.setting.grid
+        for of_samples in counts:
+            copies = of_samples.reshape(grid.world, self.setting.slots, -1).sum(1)
+            tokens = np.full(grid.world, self._layer.tokens)
             shapes = self._plain.shapes(self._layer.num_experts)
-            sizes = CallSizes(
-                self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes
-            )
+            sizes = CallSizes(grid, copies, tokens, 1, units=self._layer.hidden, shapes=shapes)
             calls += [(self._plain.forward, sizes), (self._plain.backward, sizes)]
         return self._summed(calls)
 
@@ -233,24 +235,24 @@ class Costs:
             targets = before.targets(after)
             length = self.setting.layer.tokens
             index = PlacedIndex(self._shapes, lambda targets=targets: targets, length)  # type: ignore[misc]
-            table = counts[before.samples]
-            sizes = placed_sizes(self.setting.grid, table, index, self._layer.hidden)
+            counts_by_slot = counts[before.samples]
+            sizes = placed_sizes(self.setting.grid, counts_by_slot, index, self._layer.hidden)
             calls += [(program, sizes) for program in (self._moving.forward, self._moving.backward)]
         return self._summed(calls)
 
     def even(self) -> tuple[Simulated, Simulated]:
         """Return the simulated forward and backward passes of a layer under even routing."""
-        programs = (self._plain.forward, self._plain.backward)
-        forward, backward = (
-            self._simulator.run(program, self._layer, self.setting.grid) for program in programs
-        )
+        grid = self.setting.grid
+        forward = self._simulator.run(self._plain.forward, self._layer, grid)
+        backward = self._simulator.run(self._plain.backward, self._layer, grid)
         return forward, backward
 
     def hidden_seconds(self) -> float:
         """Return the simulated time from the start of a forward pass to the end of the experts,
         under even routing. A decision is needed when results are sent, so it can hide behind this
         time."""
-        spans = self.even()[0].timeline.spans
+        forward, _ = self.even()
+        spans = forward.timeline.spans
         return max(span.end for span in spans if span.stage is Stage.EXPERT)
 
     def _summed(self, calls: Sequence[tuple[Program, CallSizes]]) -> tuple[float, int, int]:
@@ -259,13 +261,14 @@ class Costs:
         inside = 0
         across = 0
         for program, sizes in calls:
-            seconds += self._simulator.run(
-                program, self._layer, self.setting.grid, sizes=sizes
-            ).seconds
+            simulated = self._simulator.run(program, self._layer, self.setting.grid, sizes=sizes)
+            seconds += simulated.seconds
             for moved in traffic(program, sizes, self.setting.grid.node_of):
-                num_bytes = moved.num_bytes(self._layer.dim, self._layer.element_bytes)
-                inside = inside + num_bytes[0]
-                across = across + num_bytes[1]
+                inside_bytes, across_bytes = moved.num_bytes(
+                    self._layer.dim, self._layer.element_bytes
+                )
+                inside += inside_bytes
+                across += across_bytes
         return seconds, inside, across
 
 
@@ -281,13 +284,14 @@ def decision_seconds(
         repeats: number of timed decisions.
         clock: returns the current time in seconds.
     """
+    # one decision more than asked for, to warm up, and a layer that follows the last decision
     trace = routing(replace(setting, num_layers=repeats + 2), 0.4)
     seconds = []
     for layer in range(repeats + 1):
-        counts = [trace.samples(number, 0) for number in (layer, layer + 1)]
-        load = SampleLoad(
-            setting.grid, Homes.start(setting.grid.world, setting.slots), counts[0], counts[1]
-        )
+        homes = Homes.start(setting.grid.world, setting.slots)
+        current = trace.samples(layer, 0)
+        following = trace.samples(layer + 1, 0)
+        load = SampleLoad(setting.grid, homes, current, following)
         start = clock()
         placer.decide(load)
         seconds.append(clock() - start)

@@ -105,9 +105,10 @@ def task_of(config: TrainConfig) -> TrainingTask:
 def run(arguments: Sequence[str]) -> int:
     """Train; returns the exit code."""
     words = list(arguments)
+    needs_no_preset = any(word in ("-h", "--help", "-H", "--config") for word in words)
     if words and not words[0].startswith("-"):
         words = ["--preset", *words]
-    elif not {"-h", "--help", "-H", "--config"} & set(words):
+    elif not needs_no_preset:
         raise InputError(
             f"name a preset: one of {', '.join(PRESETS)}; {COMMAND} --help lists all flags"
         )
@@ -120,9 +121,14 @@ def sample(arguments: Sequence[str]) -> int:
         raise InputError(
             "name the folder of a run and texts: moesaic bench paper-sample RUN TEXT ..."
         )
-    trained = load_trained(Path(arguments[0]), task=TASKS["encoder_decoder"])
+    folder, *texts = arguments
+    trained = load_trained(Path(folder), task=TASKS["encoder_decoder"])
     assert isinstance(trained.model, EncoderDecoder)
-    sources = [trained.tokenizer.encode(text.encode()).tolist() for text in arguments[1:]]
-    for text, ids in zip(arguments[1:], translate(trained.model, sources)):
+    sources = []
+    for text in texts:
+        source = trained.tokenizer.encode(text.encode())
+        sources.append(source.tolist())
+    translations = translate(trained.model, sources)
+    for text, ids in zip(texts, translations):
         print(f"{text} -> {trained.tokenizer.decode(ids)}")
     return 0

@@ -69,8 +69,11 @@ def load_hidden(data: DataConfig, tokenizer_file: Path | None) -> Corpus:
 def hidden_tokens(
     windows: np.ndarray, seeds: Sequence[int], *, mask: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens, some of which are hidden, and those as targets. Each seed chooses the
-    hidden tokens of a window.
+    """Return the tokens, some of which are hidden, and the hidden ones as targets, -1 elsewhere;
+    (windows, length - 1) each. Each seed chooses the hidden tokens of a window.
+
+    `windows` are (windows, length) token ids, whose last token is only the target of a decoder;
+    `mask` is the id that hides tokens.
 
     BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The
     number of hidden tokens is constant, so means over sequences equal means over tokens on any
@@ -78,12 +81,13 @@ def hidden_tokens(
     """
     seen = windows[:, :-1].copy()
     targets = np.full_like(windows[:, :-1], -1)
-    for row, found, seed in zip(seen, targets, seeds):
-        draw = np.random.default_rng(seed)
-        chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
-        kinds = draw.random(len(chosen))
-        others = draw.integers(mask, size=len(chosen))
-        found[chosen] = row[chosen]
+    num_hidden = max(1, round(HIDDEN_SHARE * seen.shape[1]))
+    for row, target_row, seed in zip(seen, targets, seeds):
+        random = np.random.default_rng(seed)
+        chosen = random.permutation(len(row))[:num_hidden]
+        kinds = random.random(num_hidden)
+        others = random.integers(mask, size=num_hidden)
+        target_row[chosen] = row[chosen]
         other_or_same = np.where(kinds < 0.9, others, row[chosen])
         row[chosen] = np.where(kinds < 0.8, mask, other_or_same)
     return seen, targets
@@ -110,10 +114,12 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
     if data.val:
         val_pairs = _all_pairs(find_files(data.val, "data.val"))
     else:
-        draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
+        messages = [source if data.path else _without_language(source) for source, _ in pairs]
+        draws = [draw_of(message) for message in messages]
         val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
-    tokenizer = _tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
+    texts = [text for pair in pairs for text in pair]
+    tokenizer = _tokenizer(data, texts, tokenizer_file)
     train = _table(pairs, tokenizer, seq_len)
     val = _table(val_pairs, tokenizer, seq_len)
     if len(train) <= seq_len or len(val) <= seq_len:
@@ -135,14 +141,17 @@ Pair = tuple[bytes, bytes]
 def _all_pairs(files: Sequence[Path]) -> list[Pair]:
     """Return the pairs of all files in order, one translation per source: else the same sentence
     could be in both parts."""
-    return sorted(dict(pair for path in files for pair in read_pairs(path)).items())
+    translations: dict[bytes, bytes] = {}
+    for path in files:
+        translations.update(read_pairs(path))
+    return sorted(translations.items())
 
 
 def _pairs_with_language(catalogues: Sequence[Path]) -> list[Pair]:
     """Return the pairs of catalogues in order, each source after the name of its language."""
     translations = {}
     for path in catalogues:
-        language = path.parts[-3].encode()
+        language = path.parts[-3].encode()  # locale/LANGUAGE/LC_MESSAGES/FILE
         for source, target in read_pairs(path):
             translations[b"%s: %s" % (language, source)] = target
     return sorted(translations.items())
@@ -152,14 +161,15 @@ def _table(pairs: Sequence[Pair], tokenizer: AbstractTokenizer, seq_len: int) ->
     """Return the tokens of all pairs that fit, a row of `seq_len` each, and one more: the last
     row's next token."""
     half = seq_len // 2
+    first = half + 1  # of the target, which padding starts and ends
     rows = []
     for source, target in pairs:
-        read = tokenizer.encode(source)
-        written = tokenizer.encode(target)
-        if len(read) <= half and len(written) <= half - 2:
+        source_ids = tokenizer.encode(source)
+        target_ids = tokenizer.encode(target)
+        if len(source_ids) <= half and len(target_ids) <= half - 2:
             row = np.full(seq_len, PADDING, dtype=np.uint32)
-            row[: len(read)] = read
-            row[half + 1 : half + 1 + len(written)] = written
+            row[: len(source_ids)] = source_ids
+            row[first : first + len(target_ids)] = target_ids
             rows.append(row)
     return np.concatenate([*rows, np.zeros(1, dtype=np.uint32)])
 
@@ -188,14 +198,21 @@ def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
 
 def _messages(content: bytes) -> Iterable[tuple[bytes, bytes]]:
     """Yield messages and translations of a compiled catalogue. Only the first plural form is used,
-    and message contexts are dropped."""
+    and message contexts are dropped.
+
+    gettext's format: at byte 8 the number of messages, and the places of two tables, of messages
+    and of translations; an entry of a table is the length and the start of a text. Byte 0 separates
+    plural forms, and byte 4 a context from its message.
+    """
     count, sources, targets = struct.unpack_from("<3I", content, 8)
     for index in range(count):
         texts = []
         for table in (sources, targets):
             length, start = struct.unpack_from("<2I", content, table + 8 * index)
-            texts.append(content[start : start + length].split(b"\0")[0].split(b"\4")[-1])
-        yield texts[0], texts[1]
+            forms = content[start : start + length].split(b"\0")
+            texts.append(forms[0].split(b"\4")[-1])
+        source, target = texts
+        yield source, target
 
 
 def django_catalogues() -> list[Path]:
@@ -212,9 +229,10 @@ def django_catalogues() -> list[Path]:
             "and target"
         )
     root = Path(package.origin).parent
-    return sorted(
-        path for language in LANGUAGES for path in root.rglob(f"locale/{language}/LC_MESSAGES/*.mo")
-    )
+    catalogues: list[Path] = []
+    for language in LANGUAGES:
+        catalogues += root.rglob(f"locale/{language}/LC_MESSAGES/*.mo")
+    return sorted(catalogues)
 
 
 def _without_language(source: bytes) -> bytes:
@@ -238,7 +256,6 @@ def _tokenizer(data: DataConfig, texts: Iterable[bytes], file: Path | None) -> A
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (text.decode("utf-8", errors="ignore") for text in texts), trainer
-    )
+    decoded = (text.decode("utf-8", errors="ignore") for text in texts)
+    tokenizer.train_from_iterator(decoded, trainer)
     return HubTokenizer(tokenizer)

@@ -60,9 +60,9 @@ class FullAttention(Attention):
             mask: (batch, keys) bool, False for keys that no position attends to.
         """
         q, k, v = self.project(x, x if memory is None else memory)
-        return self.attend(
-            q, k, v, None if mask is None else mask[:, None, None, :], is_causal=False
-        )
+        # (batch, heads, queries, keys)
+        attention_mask = None if mask is None else mask[:, None, None, :]
+        return self.attend(q, k, v, attention_mask, is_causal=False)
 
 
 class CentredConv(ShortConv):
@@ -74,14 +74,19 @@ class CentredConv(ShortConv):
     ) -> Tensor:
         """Mix each position with its neighbours; those with a mask of False, (batch, positions),
         are read as zeros."""
-        offsets = [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, len(self.taps) + 2)]
-        reach = max(offsets)
+        offsets = []
+        for number in range(len(self.taps)):  # 1, -1, 2, -2, ...
+            distance = number // 2 + 1
+            offsets.append(distance if number % 2 == 0 else -distance)
+        before = max(offsets)
         after = -min(*offsets, 0)
         length = x.shape[1]
-        padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
+        masked = x if mask is None else x * mask[..., None]
+        padded = F.pad(masked, (0, 0, before, after))
         y = x
-        for k, tap in zip(offsets, self.taps):
-            y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)
+        for offset, tap in zip(offsets, self.taps):
+            start = before - offset
+            y = y + padded[:, start : start + length] * tap.to(x.dtype)
         return y
 
 
@@ -109,6 +114,16 @@ class PaperBlock(TransformerBlock):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
+        """Return the output, (batch, positions, dim), and the routing of an MoE layer.
+
+        Args:
+            x: (batch, positions, dim).
+            tokens: (batch, positions) ids, for routers that read them.
+            mask: (batch, positions) bool, False for padding.
+            cache: of the decoder's attention.
+            memory: the encoder's output, which a decoder's block attends to.
+            memory_mask: as `mask`, for the memory.
+        """
         if self.decodes:
             x = self.attend(x, cache)
         else:
@@ -187,21 +202,21 @@ class EncoderDecoder(GPT):
             memory_mask=source_mask,
         )
         logits = self.unembed(self.norm(x))
-        loss = (
-            None
-            if targets is None
-            else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
-        )
+        loss = None
+        if targets is not None:
+            counted_targets = targets[:, split:].masked_fill(~target_mask, -1)
+            loss = self.loss(logits, counted_targets)
         return GPTOutput(logits, loss, encoder_routings + decoder_routings)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over sequences of each one's mean loss over targets that are not -1; the
         same on every mesh."""
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(
-            precise, targets.flatten(), ignore_index=-1, reduction="none"
-        ).view(targets.shape)
-        return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        precise = logits.flatten(0, 1).to(dtype)
+        flat_losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none")
+        sums = flat_losses.view(targets.shape).sum(1)
+        counts = (targets != -1).sum(1).clamp_min(1)
+        return (sums / counts).mean()
 
 
 def _has_next_token(target: Tensor) -> Tensor:
@@ -214,23 +229,27 @@ def _has_next_token(target: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]]:
-    """Translate each source greedily, until the model predicts id 0 or the target half is full.
+    """Translate each source greedily, until the model predicts id 0 or the target half is full;
+    return the token ids of each translation.
 
     Args:
         model: a model in evaluation mode.
         sources: token ids, each truncated to half of `seq_len`.
     """
     half = model.config.seq_len // 2
-    rows = [
-        [*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources
-    ]
+    first = half + 1  # of a target, which an id of padding starts
+    rows = []
+    for source in sources:
+        kept = source[:half]
+        padding = [PADDING] * (half - len(kept))
+        rows.append([*kept, *padding, PADDING])
     tokens = torch.tensor(rows, device=model.embedding.weight.device)
     for _ in range(half - 1):
         following = model(tokens).logits[:, -1:].argmax(-1)
-        # Targets that have ended get padding.
-        following[(tokens[:, half + 1 :] == PADDING).any(1)] = PADDING
+        has_ended = (tokens[:, first:] == PADDING).any(1)
+        following[has_ended] = PADDING
         tokens = torch.cat([tokens, following], 1)
-        if bool((tokens[:, half + 1 :] == PADDING).any(1).all()):
+        if bool((tokens[:, first:] == PADDING).any(1).all()):
             break
-    targets = tokens[:, half + 1 :].tolist()
+    targets = tokens[:, first:].tolist()
     return [row[: row.index(PADDING)] if PADDING in row else row for row in targets]

@@ -64,11 +64,12 @@ class DeepSpeedLayer(nn.Module):
         experts_per_rank = layer.num_experts // exchange.world
         first = exchange.rank * experts_per_rank
         moe = self.layer.deepspeed_moe
+        own_experts = moe.experts.deepspeed_experts[:experts_per_rank]
         with torch.no_grad():
             moe.gate.wg.weight.copy_(router.weight)
-            for number, expert in enumerate(moe.experts.deepspeed_experts[:experts_per_rank]):
+            for number, expert in enumerate(own_experts, start=first):
                 for name in ("w1", "w3", "w2"):
-                    getattr(expert, name).copy_(getattr(experts, name)[first + number])
+                    getattr(expert, name).copy_(getattr(experts, name)[number])
         if not self.is_own:
             del moe.experts.deepspeed_experts[experts_per_rank:]
             moe.experts.num_local_experts = experts_per_rank
@@ -111,7 +112,9 @@ class _Expert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(dim, hidden))
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
+        gate = F.silu(F.linear(rows, self.w1))
+        up = F.linear(rows, self.w3)
+        return F.linear(gate * up, self.w2)
 
 
 class _Exchanged(nn.Module):
@@ -129,12 +132,13 @@ class _Exchanged(nn.Module):
         self.exchange = exchange
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Map (1, all experts, capacity, dim) to the same shape."""
         rows_ECD = inputs.squeeze(0)
-        even = (len(rows_ECD) // self.exchange.world,) * self.exchange.world
-        arrived = self.exchange(rows_ECD, even, even).view(
-            self.exchange.world, -1, *rows_ECD.shape[1:]
-        )
-        return self.exchange(self.experts(arrived).view_as(rows_ECD), even, even).unsqueeze(0)
+        world = self.exchange.world
+        even = (len(rows_ECD) // world,) * world  # as many experts on each rank
+        arrived = self.exchange(rows_ECD, even, even)
+        results = self.experts(arrived.view(world, -1, *rows_ECD.shape[1:]))
+        return self.exchange(results.view_as(rows_ECD), even, even).unsqueeze(0)
 
 
 @contextlib.contextmanager

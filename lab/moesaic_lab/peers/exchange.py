@@ -103,11 +103,9 @@ class ReceiveFirst(AbstractExchange):
         leaving = dict(enumerate(rows.split(list(sends))))
         buffers = dict(enumerate(arrived.split(list(receives))))
         buffers.pop(self.rank).copy_(leaving.pop(self.rank))
-        self._transport.wait(
-            self._transport.issue(
-                Transfer(self.rank, self._transport.take_tags(1), leaving, buffers)
-            )
-        )
+        tag = self._transport.take_tags(1)
+        issued = self._transport.issue(Transfer(self.rank, tag, leaving, buffers))
+        self._transport.wait(issued)
 
 
 class _Exchange(torch.autograd.Function):

@@ -37,9 +37,8 @@ class PlainExpertParallel(nn.Module):
         self.num_experts = layer.num_experts
         self.router = copy.deepcopy(layer.router)
         self.experts = copy.deepcopy(layer.experts)
-        shard_experts(
-            self.experts, Grid(world=exchange.world, ep=exchange.world), exchange.rank, None
-        )
+        grid = Grid(world=exchange.world, ep=exchange.world)
+        shard_experts(self.experts, grid, exchange.rank, None)
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +47,11 @@ class PlainExpertParallel(nn.Module):
         scores = self.router.scores(x_TD, None, None)
         choice = self.router.choose(scores, self.top_k, None, None)
         weight_TK = self.router.weigh(scores, choice, self.top_k).view(-1, self.top_k)
+
         # rows in the order of their experts, so of the experts' ranks too
         order = choice.expert.argsort(stable=True)
         rows = x_TD.index_select(0, choice.token[order])
+
         # every rank tells each other one how many rows it sends to each of its experts
         world = self.exchange.world
         counts = torch.bincount(choice.expert, minlength=self.num_experts)
@@ -58,11 +59,15 @@ class PlainExpertParallel(nn.Module):
         received = self.exchange.move(counts, of_each_rank, of_each_rank).view(world, -1)
         sends = counts.view(world, -1).sum(1).tolist()
         receives = received.sum(1).tolist()
+
         # dispatch, experts, combine
         arrived = self.exchange(rows, sends, receives)
-        out = self.exchange(self._run_experts(arrived, received), receives, sends)
-        results_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
-        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), results_TKD).squeeze(1)
+        results = self._run_experts(arrived, received)
+        out = self.exchange(results, receives, sends)
+        in_token_order = out.index_select(0, _inverse(order))
+        results_TKD = in_token_order.view(len(x_TD), self.top_k, -1)
+        weight_T1K = weight_TK.to(out.dtype).unsqueeze(1)
+        y_TD = torch.bmm(weight_T1K, results_TKD).squeeze(1)
         return y_TD.view(x.shape)
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -73,13 +78,14 @@ class PlainExpertParallel(nn.Module):
             rows: (R, dim) received rows.
             counts: (world, experts of this rank) int64, number of rows by source and expert.
         """
-        of_source = torch.arange(counts.shape[1]).repeat(len(counts))
-        expert = of_source.repeat_interleave(counts.view(-1), output_size=len(rows))
+        # the local expert of each (source, expert), then of each row
+        expert_of_count = torch.arange(counts.shape[1]).repeat(len(counts))
+        expert = expert_of_count.repeat_interleave(counts.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
         ends = counts.sum(0).cumsum(0).to(torch.int32)
-        out = self.experts.compute(
-            ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends)
-        )
+        sorted_rows = rows.index_select(0, order)
+        call = ExpertCall(*self.experts.weights(), sorted_rows, None, ends)
+        out = self.experts.compute(call)
         return out.index_select(0, _inverse(order))
 
 

@@ -9,6 +9,9 @@ over the replicas on its own node or, if it has none, over all replicas.
 Here weights come from the experts' homes. A place fetches nothing for its own experts, but the
 busiest home sends more than a shard would. LAER-MoE decides from the counts of the previous call;
 this policy sees the counts of the call itself.
+
+Places are the positions along ep (the ranks, without etp and replicas); an origin is the place that
+sends copies; an expert's home is the place that owns it.
 """
 
 from __future__ import annotations
@@ -29,19 +32,25 @@ class LAERLayout(AbstractReplicaPolicy):
     """A policy that chooses a new layout of the experts for every call."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the copies that are computed away from the homes of their experts."""
         ep = len(replica.origins)
         home = replica.load.home
-        holds = layout(replica.copies.sum(0), home, ep, ROOM * (len(home) // ep))
+        room = ROOM * (len(home) // ep)
+        holds = layout(replica.copies.sum(0), home, ep, room)
         nodes = replica.links.nodes
         same_node = nodes[:, None] == nodes[None, :]
-        # (origin, expert, place): replicas on the origin's node
-        receives = holds[None] & same_node[:, None, :]
-        receives = np.where(receives.any(2, keepdims=True), receives, holds[None])
+
+        # (origin, expert, place): the replicas on the origin's node, or all if it has none
+        near = holds[None] & same_node[:, None, :]
+        receives = np.where(near.any(2, keepdims=True), near, holds[None])
+
+        # an even split, in which the first replicas get the remainder, one copy each
         num_replicas = receives.sum(2, keepdims=True)
-        order = np.cumsum(receives, axis=2) - 1
         share, remainder = np.divmod(replica.copies[:, :, None], num_replicas)
-        table = np.where(receives, share + (order < remainder), 0)
-        table[:, np.arange(len(home)), home] = 0
+        order = np.cumsum(receives, axis=2) - 1
+        gets_one_more = order < remainder
+        table = np.where(receives, share + gets_one_more, 0)
+        table[:, np.arange(len(home)), home] = 0  # copies at home are no replication
         return Replications.of(table)
 
 
@@ -58,18 +67,17 @@ def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarra
     num_replicas = replicas_by_load(loads, room * ep, ep)
     share = loads / num_replicas
     replicas = np.repeat(np.arange(len(loads)), num_replicas)
+    heaviest_first = replicas[np.argsort(-share[replicas], kind="stable")]
     holds = np.zeros((len(loads), ep), dtype=bool)
     place_loads = np.zeros(ep)
     room_left = np.full(ep, room)
-    for expert in replicas[np.argsort(-share[replicas], kind="stable")]:
+    for expert in heaviest_first:
         free = (room_left > 0) & ~holds[expert]
         if free.any():
             free_loads = np.where(free, place_loads, np.inf)
-            place = (
-                int(home[expert])
-                if free_loads[home[expert]] <= free_loads.min()
-                else int(free_loads.argmin())
-            )
+            place = int(free_loads.argmin())
+            if free_loads[home[expert]] <= free_loads.min():
+                place = int(home[expert])
             holds[expert, place] = True
             place_loads[place] += share[expert]
             room_left[place] -= 1

@@ -38,6 +38,8 @@ class LeastLoaded(AbstractReplicaPolicy):
         self.budget = budget
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        mean = -(-int(replica.copies.sum()) // len(replica.origins))
-        most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
-        return overflow(replica, most)
+        """Return the copies that are computed away from the homes of their experts."""
+        mean = -(-int(replica.copies.sum()) // len(replica.origins))  # rounded up
+        if self.budget is None:
+            return overflow(replica, int(np.ceil(mean * self.limit)))
+        return overflow(replica, max(self.budget, mean))

@@ -6,6 +6,9 @@ places, the heaviest ones of those. A linear program then chooses how many copie
 edge, up to the expert's copies in this call, to minimise the load of the busiest place. LPLB's
 solver runs on the device in about 100 microseconds; this one is HiGHS through scipy, on the host.
 LPLB counts only tokens, so weights and links cost nothing here either.
+
+Places are the positions along ep. An expert's home is the place that owns it; each place owns
+equally many, with consecutive numbers.
 """
 
 from __future__ import annotations
@@ -23,23 +26,25 @@ class LPLB(AbstractReplicaPolicy):
     the next node."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the copies that are computed away from the homes of their experts."""
         loads = replica.copies.sum(0)
         home = replica.load.home
         ep = len(replica.origins)
-        edges = []
-        for number, helped in enumerate(torus(replica.links.nodes)):
-            by_weight = np.argsort(-loads.reshape(ep, -1), axis=1, kind="stable")
-            if number < by_weight.shape[1]:  # redundant expert j is the j-th heaviest of its place
-                expert = helped * by_weight.shape[1] + by_weight[helped, number]
-                edges += [
-                    (int(e), place)
-                    for place, e in enumerate(expert)
-                    if helped[place] != place and loads[e]
-                ]
+        heaviest_first = np.argsort(-loads.reshape(ep, -1), axis=1, kind="stable")
+        experts_per_place = heaviest_first.shape[1]
+        edges: list[tuple[int, int]] = []  # (expert, place that helps its home)
+        # the first redundant expert of a place is the heaviest of the place that it helps, the
+        # second one is the second heaviest
+        for number, helped in enumerate(torus(replica.links.nodes)[:experts_per_place]):
+            redundant = helped * experts_per_place + heaviest_first[helped, number]
+            for place, each in enumerate(redundant):
+                if helped[place] != place and loads[each]:
+                    edges.append((int(each), place))
         if not edges:
             return NOTHING
         expert, helper = np.array(edges).T
-        flow = least_busiest_flow(np.bincount(home, loads, ep), home[expert], helper, loads[expert])
+        place_loads = np.bincount(home, loads, ep)
+        flow = least_busiest_flow(place_loads, home[expert], helper, loads[expert])
         moved = np.zeros((len(loads), ep), dtype=np.int64)
         moved[expert, helper] = flow
         return from_tables(replica, moved)
@@ -58,8 +63,9 @@ def torus(nodes: np.ndarray) -> list[np.ndarray]:
     groups = [places[nodes == node] for node in np.unique(nodes)]
     for number, group in enumerate(groups):
         inside[group] = np.roll(group, 1)
-        following = groups[(number + 1) % len(groups)]
-        across[group] = following[np.arange(len(group)) % len(following)]
+        next_group = groups[(number + 1) % len(groups)]
+        # nodes may have different numbers of places
+        across[group] = next_group[np.arange(len(group)) % len(next_group)]
     return [inside, across]
 
 
@@ -82,9 +88,10 @@ def least_busiest_flow(
     num_edges = len(most)
     num_places = len(loads)
     # Variables: the flow along each edge, and the load of the busiest place. For each place,
-    # load - flow out + flow in <= busiest.
+    # load - flow out + flow in <= busiest, so - flow out + flow in - busiest <= - load.
     edges = np.arange(num_edges)
     ones = np.ones(num_edges)
+    # As a sparse matrix, (places, variables), by the values of its entries, their rows and columns:
     values = np.concatenate([-ones, ones, -np.ones(num_places)])
     row = np.concatenate([source, target, np.arange(num_places)])
     column = np.concatenate([edges, edges, np.full(num_places, num_edges)])
@@ -95,5 +102,7 @@ def least_busiest_flow(
     solution = linprog(
         cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs"
     )
-    flow: np.ndarray = np.floor(np.round(solution.x[:-1] * scale, 6)).astype(np.int64)
+    # whole copies; rounding first keeps 2.9999999 from becoming 2
+    rounded = np.round(solution.x[:-1] * scale, 6)
+    flow: np.ndarray = np.floor(rounded).astype(np.int64)
     return np.clip(flow, 0, most)

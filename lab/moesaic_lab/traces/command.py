@@ -95,9 +95,8 @@ def _make(arguments: Sequence[str]) -> int:
         prog="moesaic bench trace make",
         description="Generate a synthetic routing trace.",
     )
-    config = SyntheticRouting(
-        **{each.name: getattr(options, each.name) for each in fields(SyntheticRouting)}
-    )
+    names = [field.name for field in fields(SyntheticRouting)]
+    config = SyntheticRouting(**{name: getattr(options, name) for name in names})
     return _write(Path(options.file), lambda: make_segment(config))
 
 
@@ -151,10 +150,19 @@ def picked(trace: Trace, steps: Sequence[int]) -> TraceSegment:
             f"--steps {missing[0]}: {trace.name} has {steps_in_words(trace.steps)}: choose of these"
         )
     parts = list(trace.segments())
-    chosen = [np.isin(part.steps, steps) for part in parts]
-    tables = np.concatenate([part.table[rows] for part, rows in zip(parts, chosen)])
-    kept = np.concatenate([part.steps[rows] for part, rows in zip(parts, chosen)])
-    return TraceSegment(trace.shape, trace.holds, kept, tables, parts[0].groups)
+    tables = []
+    kept_steps = []
+    for part in parts:
+        is_chosen = np.isin(part.steps, steps)
+        tables.append(part.table[is_chosen])
+        kept_steps.append(part.steps[is_chosen])
+    return TraceSegment(
+        trace.shape,
+        trace.holds,
+        np.concatenate(kept_steps),
+        np.concatenate(tables),
+        parts[0].groups,
+    )
 
 
 def _write(path: Path, make: Callable[[], TraceSegment]) -> int:

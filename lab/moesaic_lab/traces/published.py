@@ -55,25 +55,30 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
         raise InputError(
             f"trace {path}: line {rows.line_num}: is not a row of numbers ({error})"
         ) from error
-    chosen = [key for key in recordings if method in (None, key[0]) and model in (None, key[1])]
-    if len(chosen) != 1:
+    matching = []
+    for recorded_method, recorded_model in recordings:
+        if method in (None, recorded_method) and model in (None, recorded_model):
+            matching.append((recorded_method, recorded_model))
+    if len(matching) != 1:
         listed = "; ".join(f"--method {method} --model {model}" for method, model in recordings)
         raise InputError(
-            f"trace {path}: {len(chosen)} of its recordings match the options: choose one of "
+            f"trace {path}: {len(matching)} of its recordings match the options: choose one of "
             f"{listed}"
         )
-    cells = recordings[chosen[0]]
-    steps, layers, ranks = (sorted({key[axis] for key in cells}) for axis in range(3))
+    ((found_method, found_model),) = matching
+    cells = recordings[found_method, found_model]
+    steps = sorted({step for step, _, _ in cells})
+    layers = sorted({layer for _, layer, _ in cells})
+    ranks = sorted({rank for _, _, rank in cells})
     if len(cells) < len(steps) * len(layers) * len(ranks):
         raise InputError(
             f"trace {path}: has rows for some ranks of a layer or iteration only: leave the "
             "iteration out"
         )
-    table = np.array(
-        [[[[[cells[s, layer, rank] for rank in ranks]] for layer in layers]] for s in steps],
-        dtype=object,
-    )
-    source = {"format": "laer", "method": chosen[0][0], "model": chosen[0][1], "layers": layers}
+    by_step = [[[cells[step, layer, rank] for rank in ranks] for layer in layers] for step in steps]
+    # (steps, micro-batches, layers, sequences, experts), with one micro-batch and one sequence
+    table = np.array(by_step, dtype=object)[:, None, :, None, :]
+    source = {"format": "laer", "method": found_method, "model": found_model, "layers": layers}
     return counts_segment(path, table, steps, 1, source)
 
 
@@ -84,13 +89,14 @@ def read_smartmoe(path: Path, *, top_k: int) -> TraceSegment:
         InputError: a file is missing, a line is not a table, or files have different sizes.
     """
     files = files_by_number(path, SMARTMOE_NAME)
-    steps, ranks = (sorted({key[axis] for key in files}) for axis in range(2))
+    steps = sorted({step for step, _ in files})
+    ranks = sorted({rank for _, rank in files})
     tables = {key: _gate_table(file) for key, file in files.items()}
     missing = [(step, rank) for step in steps for rank in ranks if (step, rank) not in tables]
     if missing:
+        step, rank = missing[0]
         raise InputError(
-            f"trace {path}: iteration {missing[0][0]} has no file of rank {missing[0][1]}: "
-            "leave the iteration out"
+            f"trace {path}: iteration {step} has no file of rank {rank}: leave the iteration out"
         )
     try:
         table = np.array([[tables[step, rank] for rank in ranks] for step in steps])
@@ -99,12 +105,14 @@ def read_smartmoe(path: Path, *, top_k: int) -> TraceSegment:
             f"trace {path}: files have different layers, micro-batches or experts: remove "
             "those that differ"
         ) from error
-    table = table.transpose(0, 3, 2, 1, 4)  # (steps, ranks, layers, accumulation, experts) before
+    # (steps, ranks, layers, micro-batches, experts) to (steps, micro-batches, layers, ranks,
+    # experts)
+    table = table.transpose(0, 3, 2, 1, 4)
     return counts_segment(path, table, steps, top_k, {"format": "smartmoe"})
 
 
 def _gate_table(file: Path) -> np.ndarray:
-    """Read the copies of a file, (layers, accumulation, experts) int64."""
+    """Read the copies of a file, (layers, micro-batches, experts) int64."""
     layers = []
     for number, line in enumerate(lines_of(file), start=1):
         try:

@@ -10,6 +10,9 @@ locality    every sequence draws its own shares from Dirichlet(c * popularity). 
             given locality.
 tokens      systematic sampling (Madow 1949) gives each token top_k distinct experts, each with
             exactly its share.
+
+A share is an expert's part of the copies of a step or of a sequence, a number in 0 to 1 / top_k;
+shares add up to 1.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ class SyntheticRouting:
                 f"synthetic: skew={self.skew} and max_vio={self.max_vio}: give one of them"
             )
         else:
+            # an expert has at most 1 / top_k of the copies, and the mean is 1 / num_experts
             most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
             if not 0 <= self.max_vio <= most + 1e-9:
                 raise InputError(
@@ -123,37 +127,39 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
     shape = config.shape
     holds: Holds = "tokens" if config.tokens else "counts"
     table = np.zeros((config.steps, *shape.table(holds)), dtype=shape.dtype(holds))
-    scales: dict[bytes, float] = {}  # by popularity: layers often share one
+    spreads: dict[bytes, float] = {}  # by popularity: layers often share one
     for layer in range(config.num_layers):
         random = np.random.default_rng([config.seed, layer])
-        dirichlet_scale = None
+        spread = None
         for step, shares in enumerate(_popularities(config, random)):
-            if config.locality and dirichlet_scale is None:
-                scale_key = shares.tobytes()
-                if scale_key not in scales:
-                    tried = (config.sequences, config.locality, config.top_k, config.seed)
-                    scales[scale_key] = concentration(shares, *tried)
-                dirichlet_scale = scales[scale_key]
-            for number, sequence_shares in enumerate(
-                draw_sequence_shares(
-                    shares, config.sequences, dirichlet_scale, config.top_k, random
-                )
-            ):
-                experts = draw_tokens(sequence_shares, config.seq_len, config.top_k, random)
-                if config.tokens:
-                    table[
-                        step, 0, layer, number * config.seq_len : (number + 1) * config.seq_len
-                    ] = experts
-                else:
-                    table[step, 0, layer, number] = np.bincount(
-                        experts.reshape(-1), minlength=config.num_experts
+            if config.locality and spread is None:
+                key = shares.tobytes()
+                if key not in spreads:
+                    spreads[key] = concentration(
+                        shares, config.sequences, config.locality, config.top_k, config.seed
                     )
-    source = {
-        "synthetic": {
-            name: getattr(config, name) for name in ("skew", "max_vio", "drift", "locality", "seed")
-        }
-    }
+                spread = spreads[key]
+            of_sequences = draw_sequence_shares(
+                shares, config.sequences, spread, config.top_k, random
+            )
+            _fill(table[step, 0, layer], config, of_sequences, random)
+    names = ("skew", "max_vio", "drift", "locality", "seed")
+    source = {"synthetic": {name: getattr(config, name) for name in names}}
     return TraceSegment(shape, holds, np.arange(config.steps), table, config.groups, source)
+
+
+def _fill(
+    table: np.ndarray, config: SyntheticRouting, shares: np.ndarray, random: np.random.Generator
+) -> None:
+    """Draw the experts of a layer's tokens and write them, or their counts, into its part of the
+    trace's table; `shares` are those of each sequence, (sequences, num_experts)."""
+    length = config.seq_len
+    for number, sequence_shares in enumerate(shares):
+        experts = draw_tokens(sequence_shares, length, config.top_k, random)
+        if config.tokens:
+            table[number * length : (number + 1) * length] = experts
+        else:
+            table[number] = np.bincount(experts.reshape(-1), minlength=config.num_experts)
 
 
 def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
@@ -165,7 +171,8 @@ def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
         skew: exponent of Zipf's law.
         top_k: experts per token.
     """
-    return capped(np.exp(-skew * np.log1p(places - places.min()))[None], top_k)[0]
+    weights = np.exp(-skew * np.log1p(places - places.min()))  # 1 / i^skew, i from 1
+    return capped(weights[None], top_k)[0]
 
 
 def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
@@ -179,13 +186,13 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
     """
     limit = 1 / top_k
     is_capped = np.zeros(shares.shape, dtype=bool)
+    # each pass caps an entry or ends, and at most top_k entries reach the cap
     for _ in range(top_k):
         free_shares = np.where(is_capped, 0.0, shares)
         free_sum = 1 - is_capped.sum(axis=-1, keepdims=True) * limit
         total = free_shares.sum(axis=-1, keepdims=True)
-        scaled = np.where(
-            is_capped, limit, free_shares * (free_sum / np.where(total > 0, total, 1))
-        )
+        factor = free_sum / np.where(total > 0, total, 1)
+        scaled = np.where(is_capped, limit, free_shares * factor)
         is_above = scaled > limit
         if not is_above.any():
             break
@@ -193,14 +200,16 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
     return np.minimum(scaled, limit)
 
 
-def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, seed: int) -> float:
+def concentration(
+    shares: np.ndarray, sequences: int, wanted: float, top_k: int, seed: int
+) -> float:
     """Return the concentration of the Dirichlet distribution with which sequences come nearest to a
     given locality.
 
     Args:
         shares: (num_experts,) the shares of all sequences together.
         sequences: sequences per micro-batch.
-        local: the wanted value of `load.locality`.
+        wanted: the wanted value of `load.locality`.
         top_k: experts per token.
         seed: seed of the draws on which concentrations are tried.
     """
@@ -208,22 +217,23 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
     # A grid instead of bisection: with few sequences a concentration near 0 may give less locality
     # than a larger one.
     spreads = np.geomspace(0.01, 1000, 48)
-    tries = -(-64 // sequences)
-    found: list[float] = []
-    for some in np.array_split(
-        spreads, min(48, 1 + 48 * tries * sequences * len(shares) // AT_ONCE)
-    ):
+    tries = -(-64 // sequences)  # enough for at least 64 sequences
+    num_shares = 48 * tries * sequences * len(shares)
+    mean_localities: list[float] = []
+    for part in np.array_split(spreads, min(48, 1 + num_shares // AT_ONCE)):
         drawn = []
-        for spread in some.tolist():
+        for spread in part.tolist():
             random = np.random.default_rng(seed)
-            drawn += [
-                dirichlet_capped(spread * shares, sequences, top_k, random) for _ in range(tries)
-            ]
+            for _ in range(tries):
+                drawn.append(dirichlet_capped(spread * shares, sequences, top_k, random))
+        # `locality` expects counts, so shares are scaled to large ones
         localities = [
             locality(each * 1e9, top_k) for each in fitted(np.stack(drawn), shares, top_k)
         ]
-        found += np.reshape(localities, (len(some), tries)).mean(axis=1).tolist()
-    return float(spreads[np.argmin(np.abs(np.array(found) - local))])
+        by_spread = np.reshape(localities, (len(part), tries))
+        mean_localities += by_spread.mean(axis=1).tolist()
+    nearest = np.argmin(np.abs(np.array(mean_localities) - wanted))
+    return float(spreads[nearest])
 
 
 def draw_sequence_shares(
@@ -253,9 +263,8 @@ def fitted(drawn: np.ndarray, shares: np.ndarray, top_k: int) -> np.ndarray:
     (num_experts,)."""
     drawn = (1 - TINY) * drawn + TINY * shares
     for _ in range(60):  # iterative proportional fitting
-        drawn = capped(
-            drawn * (shares / np.maximum(drawn.mean(axis=-2, keepdims=True), 1e-300)), top_k
-        )
+        means = drawn.mean(axis=-2, keepdims=True)
+        drawn = capped(drawn * (shares / np.maximum(means, 1e-300)), top_k)
     return drawn
 
 
@@ -275,14 +284,18 @@ def dirichlet_capped(
         random: the random number generator.
     """
     alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))
-    logs = np.log(random.standard_gamma(alpha + 1)) + np.log(random.random(alpha.shape)) / alpha
+    logs = np.log(random.standard_gamma(alpha + 1))
+    uniform = random.random(alpha.shape)
+    logs = logs + np.log(uniform) / alpha
     is_capped = np.zeros(logs.shape, dtype=bool)
     shares = np.zeros(logs.shape)
+    # as in `capped`: the entries below the cap share what the capped ones leave
     for place in range(top_k):
         free_logs = np.where(is_capped, -np.inf, logs)
         parts = np.exp(free_logs - free_logs.max(axis=1, keepdims=True))
         free_sum = 1 - is_capped.sum(axis=1, keepdims=True) / top_k
-        shares = np.where(is_capped, 1 / top_k, parts / parts.sum(axis=1, keepdims=True) * free_sum)
+        free_shares = parts / parts.sum(axis=1, keepdims=True) * free_sum
+        shares = np.where(is_capped, 1 / top_k, free_shares)
         if place + 1 < top_k:
             is_capped |= shares > 1 / top_k
     return np.minimum(shares, 1 / top_k)
@@ -302,26 +315,30 @@ def draw_tokens(
         top_k: experts per token.
         random: the random number generator.
     """
+    # the experts lie in a random order on a line of length top_k, each with its share, at most 1
     order = random.permutation(len(shares))
     ends = np.cumsum(shares[order]) * top_k
     ends *= top_k / ends[-1]
+    # a token takes the experts at top_k points whose distance is 1, so they are distinct
     start = (random.permutation(tokens) + random.random(tokens)) / tokens
     points = start[:, None] + np.arange(top_k)
-    index = np.minimum(np.searchsorted(ends, points, side="right"), len(shares) - 1)
+    index = np.searchsorted(ends, points, side="right")
+    index = np.minimum(index, len(shares) - 1)
     chosen: np.ndarray = random.permuted(order[index], axis=1)
     return chosen
 
 
 def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the experts' shares of the copies in every step."""
+    """Yield the experts' shares of the copies in every step, (num_experts,) each."""
     latent = random.normal(size=config.num_experts)
-    keep = np.sqrt(1 - config.drift**2)
+    keep = np.sqrt(1 - config.drift**2)  # keeps the latent values' variance at 1
     for _ in range(config.steps):
-        if config.drift == 0:
+        if config.drift == 0:  # places by popularity, from 0
             places = np.argsort(np.argsort(-latent)).astype(np.float64)
-        else:
+        else:  # a soft rank: how many experts are ahead, where near ones count in part
             ahead = (latent[None, :] - latent[:, None]) / SOFTNESS
-            places = (1 / (1 + np.exp(-np.clip(ahead, -50, 50)))).sum(axis=1) - 0.5
+            is_ahead = 1 / (1 + np.exp(-np.clip(ahead, -50, 50)))
+            places = is_ahead.sum(axis=1) - 0.5  # without the expert's own half
         if config.max_vio is None:
             yield popularity(places, config.skew, config.top_k)
         else:
@@ -342,5 +359,8 @@ def _shares_with_max_vio(places: np.ndarray, top_k: int, max_vio: float) -> np.n
         return popularity(places, high, top_k)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if violation(middle) < max_vio else (low, middle)
+        if violation(middle) < max_vio:
+            low = middle
+        else:
+            high = middle
     return popularity(places, high, top_k)

@@ -16,6 +16,7 @@ Its MoE layers run by our plans and by the layers of others, timed in turn.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,12 +95,9 @@ class TrainCell:
         """Return the timed system of a kind and exchange, None if there is none; for "ours" the
         best lossless plan."""
         for outcome in self.outcomes:
-            chosen = kind != "ours" or outcome.name == self.best
-            if (
-                (outcome.kind, outcome.exchange) == (kind, exchange)
-                and chosen
-                and outcome.timing is not None
-            ):
+            matches = outcome.kind == kind and outcome.exchange == exchange
+            is_other_plan = kind == "ours" and outcome.name != self.best
+            if matches and not is_other_plan and outcome.timing is not None:
                 return outcome
         return None
 
@@ -135,20 +133,24 @@ def run(config: TrainBenchConfig, told: Told, keep: str | None) -> TrainResults:
             keep=keep,
         )
     told("layouts")
-    layouts = [cell for cell in config.cells if isinstance(cell, Layouts)]
-    return TrainResults(
-        cells=cells, layout=[row for each in layouts for row in layout.measure(each)]
-    )
+    layout_rows = []
+    for cell in config.cells:
+        if isinstance(cell, Layouts):
+            layout_rows += layout.measure(cell)
+    return TrainResults(cells=cells, layout=layout_rows)
 
 
 def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell:
-    """Combine the measurements of all ranks into a cell."""
-    seconds = over_ranks(
-        [{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in ranks]
-    )
+    """Combine the measurements of all ranks, by rank, into a cell."""
+    spans_by_rank = [
+        {system.name: system.spans for system in of_rank.systems if system.spans}
+        for of_rank in ranks
+    ]
+    seconds = over_ranks(spans_by_rank)
     outcomes = []
     for number, first in enumerate(ranks[0].systems):
         measured = [of_rank.systems[number] for of_rank in ranks]
+        errors = [error for of_rank in measured for error in of_rank.errors.values()]
         messages = _messages(ranks, number)
         times = seconds.get(first.name)
         outcomes.append(
@@ -163,7 +165,7 @@ def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell
                 communication_share=_share(measured, times),
                 inter_bytes=float(crossing(messages, bed.node_of)[0]),
                 limit=link_limit(messages, bed),
-                worst_error=max(e for m in measured for e in m.errors.values()),
+                worst_error=max(errors),
             )
         )
     return TrainCell(
@@ -176,16 +178,19 @@ def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell
 
 
 def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
-    """Return the messages that all ranks sent for a system.
+    """Return the messages that all ranks sent for the system of a number, an index into `systems`.
 
     DeepSpeed's own exchange is not recorded. It sends the same messages as DeepSpeed with the
     receive-first exchange.
     """
     systems = ranks[0].systems
     if _hides_messages(systems[number]):
-        number = next(
-            n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s)
-        )
+        recorded = [
+            other
+            for other, system in enumerate(systems)
+            if system.kind == "deepspeed" and not _hides_messages(system)
+        ]
+        number = recorded[0]
     return [message for of_rank in ranks for message in of_rank.systems[number].sent]
 
 
@@ -195,12 +200,13 @@ def _hides_messages(system: MeasuredSystem) -> bool:
 
 
 def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
-    """Return the mean seconds of each phase over the ranks."""
-    return {
-        phase: statistics.mean(statistics.median(measured.phases[phase]) for measured in of_ranks)
-        for phase, values in of_ranks[0].phases.items()
-        if values
-    }
+    """Return the mean over the ranks of each phase's median seconds."""
+    means = {}
+    for phase, seconds in of_ranks[0].phases.items():
+        if seconds:
+            medians = [statistics.median(measured.phases[phase]) for measured in of_ranks]
+            means[phase] = statistics.mean(medians)
+    return means
 
 
 def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) -> float | None:
@@ -209,10 +215,9 @@ def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) ->
     first = of_ranks[0]
     if not times or not first.exchanging or _hides_messages(first):
         return None
-    per_step = [
-        statistics.mean(values) for values in zip(*(measured.exchanging for measured in of_ranks))
-    ]
-    return statistics.median(spent / step for spent, step in zip(per_step, times))
+    by_step = zip(*(measured.exchanging for measured in of_ranks))
+    mean_seconds = [statistics.mean(of_step) for of_step in by_step]
+    return statistics.median(spent / step for spent, step in zip(mean_seconds, times))
 
 
 def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
@@ -229,7 +234,7 @@ def claims(results: TrainResults) -> list[Claim]:
     step over a peer's."""
     swept = [cell for cell in results.cells if cell.case.in_sweep]
 
-    def of_sweep(top_k: int) -> list[TrainCell]:
+    def of_sweep(top_k: int) -> list[TrainCell]:  # the demo's own top_k is 2
         return [cell for cell in swept if (cell.case.top_k or 2) == top_k][:1]
 
     def named(name: str) -> list[TrainCell]:
@@ -242,6 +247,8 @@ def claims(results: TrainResults) -> list[Claim]:
         target: float | None = None,
         **which: Any,
     ) -> Claim:
+        """Return the claim on our step over a peer's; `which` are arguments of `enough_of`."""
+
         def value() -> float:
             if not cells:
                 raise NotMeasuredError("its cases were not all run")
@@ -274,9 +281,8 @@ def enough_of(
     ours = coded(cell) if of_coded else cell.find("ours")
     peer = cell.find(kind, exchange)
     if peer is None:
-        raise NotMeasuredError(
-            (absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}"
-        )
+        not_installed = absence() if kind == "deepspeed" else None
+        raise NotMeasuredError(not_installed or f"the case has no peer {kind}")
     if ours is None:
         raise NotMeasuredError("the case has no such plan of ours")
     over_peer = ratio(cell, ours, peer)
@@ -289,11 +295,15 @@ def enough_of(
 
 
 def coded(cell: TrainCell) -> Outcome | None:
-    """Return our fastest coded plan that was timed."""
-    timed = [
-        (o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None
-    ]
-    return min(timed, key=lambda pair: pair[0])[1] if timed else None
+    """Return our fastest coded plan that was timed, None if there is none."""
+    fastest = None
+    least = math.inf
+    for outcome in cell.outcomes:
+        timing = outcome.timing
+        if timing is not None and not outcome.is_lossless and timing.median < least:
+            fastest = outcome
+            least = timing.median
+    return fastest
 
 
 def flexible(rows: Sequence[dict[str, Any]]) -> float:
@@ -301,8 +311,8 @@ def flexible(rows: Sequence[dict[str, Any]]) -> float:
     ordering."""
     if not rows:
         raise NotMeasuredError("the layouts were left out")
-    last = max(row["world"] for row in rows)
-    of_layout = {row["layout"]: row["median_seconds"] for row in rows if row["world"] == last}
+    largest = max(row["world"] for row in rows)
+    of_layout = {row["layout"]: row["median_seconds"] for row in rows if row["world"] == largest}
     return float(of_layout[BY_SOURCE] / of_layout[ORDERED])
 
 
@@ -310,9 +320,11 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
     """Return a row per system, timed systems first."""
     plain = cell.find("plain")
     rows = []
-    for outcome in sorted(cell.outcomes, key=lambda o: o.timing is None):
+    for outcome in sorted(cell.outcomes, key=lambda outcome: outcome.timing is None):
         timing = outcome.timing
-        over = None if timing is None or plain is None else ratio(cell, outcome, plain)
+        over_plain = None
+        if timing is not None and plain is not None:
+            over_plain = ratio(cell, outcome, plain)
         untimed = {"median_seconds": None, "low_seconds": None, "high_seconds": None, "repeats": 0}
         rows.append(
             {
@@ -327,9 +339,9 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
                 **(untimed if timing is None else timing.row()),
                 "trial_seconds": outcome.trial_seconds,
                 "items_per_second": cell.items / timing.median if timing else None,
-                "over_plain": over and over.median,
-                "over_plain_low": over and over.low,
-                "over_plain_high": over and over.high,
+                "over_plain": over_plain and over_plain.median,
+                "over_plain_low": over_plain and over_plain.low,
+                "over_plain_high": over_plain and over_plain.high,
                 "communication_share": outcome.communication_share,
                 "share_of_papers": [cell.case.share_low, cell.case.share_high],
                 "inter_bytes": outcome.inter_bytes,
@@ -380,17 +392,16 @@ def panels(results: TrainResults) -> list[Panel]:
     """Return a panel per case, with the link limit at each bar, and one of the layouts."""
     all_panels = [_bars(cell) for cell in results.cells]
     if results.layout:
-        names = dict.fromkeys(row["layout"] for row in results.layout)
         worlds = dict.fromkeys(row["world"] for row in results.layout)
+        by_layout: dict[str, list[dict[str, Any]]] = {}
+        for row in results.layout:
+            by_layout.setdefault(row["layout"], []).append(row)
         all_panels.append(
             Panel(
                 title="expert throughput, one process",
                 x_title="ranks that the rows come from",
                 y_title="GFLOP/s",
-                series=tuple(
-                    _line([row for row in results.layout if row["layout"] == name])
-                    for name in names
-                ),
+                series=tuple(map(_line, by_layout.values())),
                 x_ticks=tuple((float(world), str(world)) for world in worlds),
                 log_x=True,
             )
@@ -414,13 +425,19 @@ def _bars(cell: TrainCell) -> Panel:
 
 def _line(rows: Sequence[dict[str, Any]]) -> PlottedSeries:
     """Return the series of one layout, with the spread of its times."""
-    rates = [row["gflops_per_second"] for row in rows]
-    low, high = (
-        tuple(rate * row["median_seconds"] / row[end] for rate, row in zip(rates, rows))
-        for end in ("high_seconds", "low_seconds")
+    worlds = []
+    rates = []
+    low = []
+    high = []
+    for row in rows:
+        rate = row["gflops_per_second"]
+        worlds.append(float(row["world"]))
+        rates.append(rate)
+        low.append(rate * row["median_seconds"] / row["high_seconds"])
+        high.append(rate * row["median_seconds"] / row["low_seconds"])
+    return PlottedSeries(
+        name=rows[0]["layout"], x=tuple(worlds), y=tuple(rates), low=tuple(low), high=tuple(high)
     )
-    worlds = tuple(float(row["world"]) for row in rows)
-    return PlottedSeries(name=rows[0]["layout"], x=worlds, y=tuple(rates), low=low, high=high)
 
 
 BENCHMARK = emulated(

@@ -44,14 +44,14 @@ class Candidate:
 
     def label(self, world: int) -> str:
         """Return the candidate in words, e.g. "ep 4 multicast, 2 chunks"."""
-        parts = [
-            f"ep {world // self.etp}"
-            + (f" etp {self.etp}" if self.etp > 1 else "")
-            + f" {self.all_to_all}"
-        ]
-        parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        parts += [self.order] if self.order != "optsche" else []
-        parts += [self.codec] if self.codec != "none" else []
+        etp = f" etp {self.etp}" if self.etp > 1 else ""
+        parts = [f"ep {world // self.etp}{etp} {self.all_to_all}"]
+        if self.chunks > 1:
+            parts.append(f"{self.chunks} chunks")
+        if self.order != "optsche":
+            parts.append(self.order)
+        if self.codec != "none":
+            parts.append(self.codec)
         return ", ".join(parts)
 
 

@@ -64,37 +64,41 @@ def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
     """
     num_experts = len(experts.w1)
     out = torch.empty_like(rows)
-    pieces = zip(rows.chunk(world * num_experts), out.chunk(world * num_experts))
-    for number, (piece, place) in enumerate(pieces):
-        _expert(piece, experts, number % num_experts, place)
+    pieces = rows.chunk(world * num_experts)
+    results = out.chunk(world * num_experts)
+    for number, (piece, result) in enumerate(zip(pieces, results)):
+        _expert(piece, experts, number % num_experts, result)
     return out
 
 
 def by_expert(rows: Tensor, experts: Experts) -> Tensor:
     """Run the experts over rows ordered by expert, with one product per expert; shapes as for
     `by_source`."""
+    num_experts = len(experts.w1)
     out = torch.empty_like(rows)
-    for number, (piece, place) in enumerate(
-        zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))
-    ):
-        _expert(piece, experts, number, place)
+    pieces = rows.chunk(num_experts)
+    results = out.chunk(num_experts)
+    for number, (piece, result) in enumerate(zip(pieces, results)):
+        _expert(piece, experts, number, result)
     return out
 
 
 def ordered(rows: Tensor, num_experts: int, world: int) -> Tensor:
     """Reorder rows from (source, expert) to (expert, source)."""
     dim = rows.shape[1]
-    return rows.view(world, num_experts, -1, dim).transpose(0, 1).reshape(-1, dim)
+    from_sources = rows.view(world, num_experts, -1, dim)
+    return from_sources.transpose(0, 1).reshape(-1, dim)
 
 
 def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
     """Run one expert on its rows."""
-    torch.mm(F.relu_(rows @ experts.w1[number].T), experts.w2[number].T, out=out)
+    inner = F.relu_(rows @ experts.w1[number].T)
+    torch.mm(inner, experts.w2[number].T, out=out)
 
 
 @torch.no_grad()
 def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
-    """Check and time the layouts of one world."""
+    """Check and time the layouts of one world; return a row per layout."""
     generator = torch.Generator().manual_seed(world)
     num_experts = layouts.num_experts
     dim = layouts.dim
@@ -106,9 +110,8 @@ def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
     )
     sorted_rows = ordered(rows, num_experts, world)
     expected = by_expert(sorted_rows, experts)
-    if not torch.allclose(
-        ordered(by_source(rows, experts, world), num_experts, world), expected, atol=1e-4
-    ):
+    found = ordered(by_source(rows, experts, world), num_experts, world)
+    if not torch.allclose(found, expected, atol=1e-4):
         raise RuntimeError(f"layouts: the two orders compute different results for {world} ranks")
     runs: dict[str, Callable[[], object]] = {
         BY_SOURCE: lambda: by_source(rows, experts, world),
@@ -120,7 +123,7 @@ def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
         name: Timing.of([end - start for start, end in of_layout])
         for name, of_layout in spans.items()
     }
-    gflops = 4 * len(rows) * dim * hidden / 1e9
+    gflops = 4 * len(rows) * dim * hidden / 1e9  # two products, of 2 operations per weight
     return [
         {
             "what": "layout",

@@ -1,5 +1,9 @@
 """The part of the training benchmark that runs on the ranks: build and check the systems, choose a
-plan, time them in turn."""
+plan, time them in turn.
+
+A system is the demo model with its MoE layers run by one of our plans or by a peer, a layer of
+others (`train/systems.py`). All systems start from the same weights and tokens.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +86,8 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     for system in systems:
         runs[system.name]()
         sent[system.name] = system.step.messages()
+
+    # a trial chooses our best plan
     ours = [system.name for system in systems if system.kind == "ours" and system.is_lossless]
     gc.collect()
     gc.disable()  # all ranks would wait for a garbage collection on one of them
@@ -89,22 +95,24 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
     trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
+
     # of our lossless plans, time the first one and the best one
     left_out = set(ours) - {best, ours[0]}
     timed = [system for system in systems if system.name not in left_out]
-    in_time = {system.name: runs[system.name] for system in timed}
+    timed_runs = {system.name: runs[system.name] for system in timed}
     barrier()
-    in_turn(in_time, 0, barrier=barrier, warmup=1)
+    in_turn(timed_runs, 0, barrier=barrier, warmup=1)
     for system in systems:
         system.step.forget()
-    others = [system.name for system in timed if system.kind != "ours"] if case.in_sweep else []
-    near = partial(near_ones, best, others)
+    peers = [system.name for system in timed if system.kind != "ours" and case.in_sweep]
+    near = partial(near_ones, best, peers)
     spans, further_spans = in_turn_and_near(
-        in_time, case.repeats, MANY, near, barrier=barrier, warmup=0
+        timed_runs, case.repeats, MANY, near, barrier=barrier, warmup=0
     )
     for name, added in further_spans.items():
         spans[name] += added
     gc.enable()
+
     measured = [
         MeasuredSystem(
             name=system.name,
@@ -145,20 +153,20 @@ def _agreement(
     config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]
 ) -> dict[str, dict[str, float]]:
     """Compare each system's first loss and gradients with those of the model in one process, and
-    return the relative errors."""
+    return the relative errors, by system and by what is compared (the keys of `_whole`)."""
     rank = dist.get_rank()
     world = case.world
     batch = make_batch(case, config.seed, rank, world)
     whole = make_model(case, config.seed)
     expected = _whole(whole, batch, world)
-    errors = {}
+    errors: dict[str, dict[str, float]] = {}
     for system in systems:
         result = _spread(system)
-        errors[system.name] = {
-            name: float((result[name] - exact).abs().max() / exact.abs().max())
-            for name, exact in expected.items()
-        }
-        for what, error in errors[system.name].items():
+        errors[system.name] = {}
+        for what, exact in expected.items():
+            difference = (result[what] - exact).abs().max()
+            error = float(difference / exact.abs().max())
+            errors[system.name][what] = error
             if system.is_lossless and not error <= config.tolerance:
                 raise RuntimeError(
                     f"case {case.name}: {system.name} differs from the model in one process by "
@@ -172,51 +180,54 @@ def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]
     over all ranks' batches."""
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
-    spread = {
-        id(p)
-        for layer in model.modules()
-        if isinstance(layer, MoE)
-        for p in layer.experts.parameters()
-    }
-    dense = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) not in spread])
-    experts = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) in spread])
+    expert_ids: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            expert_ids.update(id(parameter) for parameter in module.experts.parameters())
+    dense_gradients: list[Tensor] = []
+    expert_gradients: list[Tensor] = []
+    for parameter in model.parameters():
+        gradients = expert_gradients if id(parameter) in expert_ids else dense_gradients
+        gradients.append(gradient_of(parameter).flatten())
+    dense = torch.cat(dense_gradients)
+    experts = torch.cat(expert_gradients)
+
     total = torch.cat([loss.detach().view(1), dense, experts])
     dist.all_reduce(total)
     mean = total / world
-    parts = mean.split([1, len(dense), len(experts)])
+    mean_loss, mean_dense, mean_experts = mean.split([1, len(dense), len(experts)])
     return {
-        "loss": parts[0],
-        "dense gradient": parts[1],
-        "expert gradient": parts[2].double().norm().view(1),
+        "loss": mean_loss,
+        "dense gradient": mean_dense,
+        "expert gradient": mean_experts.double().norm().view(1),
     }
 
 
 def _spread(system: System) -> dict[str, Tensor]:
-    """Return the same three values of a system with sharded experts, without an optimizer step."""
+    """Return the three values of `_whole` of a system with sharded experts, without an optimizer
+    step."""
     step = system.step
     loss = step.model(step.batch.inputs, step.batch.targets).loss
     loss.backward()
     step.reduce()
-    mean = loss.detach().view(1).clone()
+    total_loss = loss.detach().view(1).clone()
     # All shards of an expert have the bias that is not split, the last one: it counts once.
-    layers = [
-        module
-        for module in step.model.modules()
-        if isinstance(module, AbstractExperts) and module.is_spread
-    ]
-    common = {id(layer.get_parameter(name)) for layer in layers for name in layer.names[1]}
+    shared_ids: set[int] = set()
+    for module in step.model.modules():
+        if isinstance(module, AbstractExperts) and module.is_spread:
+            _, unsplit = module.names
+            shared_ids.update(id(module.get_parameter(name)) for name in unsplit)
     shards = 1 if system.candidate is None else system.candidate.etp
     squares = torch.zeros((), dtype=torch.float64)
     for parameter in step.experts:
-        squares += gradient_of(parameter).double().square().sum() / (
-            shards if id(parameter) in common else 1
-        )
-    dist.all_reduce(mean)
+        copies = shards if id(parameter) in shared_ids else 1
+        squares += gradient_of(parameter).double().square().sum() / copies
+    dist.all_reduce(total_loss)
     dist.all_reduce(squares)
-    dense = torch.cat([gradient_of(p).flatten() for p in step.dense])
+    dense = torch.cat([gradient_of(parameter).flatten() for parameter in step.dense])
     step.optimizer.zero_grad()
     return {
-        "loss": mean / dist.get_world_size(),
+        "loss": total_loss / dist.get_world_size(),
         "dense gradient": dense,
         "expert gradient": squares.sqrt().view(1),
     }
@@ -233,9 +244,8 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
         nonlocal worst
         x_TD = inputs[0].reshape(-1, layer.dim)
         scores = layer.router.scores(x_TD, None, None)
-        counts = torch.bincount(
-            layer.router.choose(scores, layer.top_k, None, None).expert, minlength=layer.num_experts
-        )
+        choice = layer.router.choose(scores, layer.top_k, None, None)
+        counts = torch.bincount(choice.expert, minlength=layer.num_experts)
         dist.all_reduce(counts)
         worst = max(worst, float(counts.max() / counts.double().mean()))
 

@@ -92,6 +92,7 @@ class TimedStep:
         for phase, start, end in zip(PHASES, marks, marks[1:]):
             self.seconds[phase].append(end - start)
         if self._exchange is not None:
+            # between marks 2 and 3 lies the reduction
             self.exchanging.append(self._exchange.seconds + marks[3] - marks[2])
         return float(loss.detach())
 
@@ -112,18 +113,20 @@ class TimedStep:
         gradients = [gradient_of(parameter) for parameter in self.dense]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = sum_node_first(self._transport, self._grid, flat) / self._grid.world
-        for gradient, part in zip(
-            gradients, flat.split([gradient.numel() for gradient in gradients])
-        ):
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts):
             gradient.copy_(part.view_as(gradient))
-        torch._foreach_mul_(
-            [gradient_of(parameter) for parameter in self.experts], 1 / self._grid.world
-        )
+        # experts' gradients are sums over all ranks already: their rows came from all ranks
+        expert_gradients = [gradient_of(parameter) for parameter in self.experts]
+        torch._foreach_mul_(expert_gradients, 1 / self._grid.world)
 
     def messages(self) -> list[Message]:
         """Return the messages that this rank sent in the last step."""
-        by_others = [] if self._exchange is None else self._exchange.sent
-        return sent(self._transport) + [(a, b, float(size)) for a, b, size in by_others]
+        messages = sent(self._transport)
+        if self._exchange is not None:
+            for source, target, num_bytes in self._exchange.sent:
+                messages.append((source, target, float(num_bytes)))
+        return messages
 
     def forget(self) -> None:
         """Delete the times of earlier steps."""
@@ -147,15 +150,17 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
         grid: mesh that tells which ranks share a node.
         flat: (n,) numbers, the same n on all ranks.
     """
-    node = tuple(
-        rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(transport.rank)
-    )
-    rail = tuple(
-        rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(transport.rank)
-    )
-    local = all_reduce_sum(transport, node, flat)
-    mine = local[share_of(len(flat), node.index(transport.rank), len(node))]
-    return all_gather_rows(transport, node, all_reduce_sum(transport, rail, mine), len(flat))
+    own_node = grid.node_of(transport.rank)
+    own_index = grid.local_of(transport.rank)
+    node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == own_node)
+    # the ranks with this rank's index in their nodes
+    rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == own_index)
+
+    sum_of_node = all_reduce_sum(transport, node, flat)
+    own_share = share_of(len(flat), node.index(transport.rank), len(node))
+    share = sum_of_node[own_share]
+    total_of_share = all_reduce_sum(transport, rail, share)
+    return all_gather_rows(transport, node, total_of_share, len(flat))
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

@@ -69,8 +69,11 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
     """Return a rank's part of the batch: uniformly drawn bytes with the next byte as target."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     count = case.batch_size // world
-    tokens = torch.randint(VOCAB_SIZE, (count, demo().model.seq_len + 1), generator=generator)
-    return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+    length = demo().model.seq_len
+    tokens = torch.randint(VOCAB_SIZE, (count, length + 1), generator=generator)
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].contiguous()
+    return GivenBatch(inputs=inputs, targets=targets)
 
 
 def make_systems(
@@ -78,19 +81,21 @@ def make_systems(
 ) -> Iterator[System]:
     """Yield the systems of a case on this rank. All ranks build them together."""
     recorder = Recorder(transport)
-    whole = make_model(case, config.seed)
-    nodes = Grid(world=case.world, ep=case.world, ranks_per_node=case.ranks_per_node)
+    unsharded = make_model(case, config.seed)
+    grid = Grid(world=case.world, ep=case.world, ranks_per_node=case.ranks_per_node)
     batch = make_batch(case, config.seed, transport.rank, case.world)
+
     for candidate in config.candidates:
         if not (case.coded or candidate.plan.is_lossless):
             continue
-        model = copy.deepcopy(whole)
+        model = copy.deepcopy(unsharded)
         _parallelize(model, candidate, case, recorder)
-        step = TimedStep(model, list(expert_parameters(model)), batch, recorder, nodes)
+        step = TimedStep(model, list(expert_parameters(model)), batch, recorder, grid)
         label = f"ours: {candidate.label(case.world)}"
         yield System(
             name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate
         )
+
     makers: dict[str, Callable[[MoE, AbstractExchange], nn.Module]] = {
         "plain": PlainExpertParallel,
         "deepspeed": DeepSpeedLayer,
@@ -105,9 +110,9 @@ def make_systems(
             "torch's": TorchExchange(group),
         }
         for how, exchange in exchanges.items():
-            model = copy.deepcopy(whole)
+            model = copy.deepcopy(unsharded)
             replace_layers(model, lambda layer: makers[peer](layer, exchange))  # noqa: B023
-            step = TimedStep(model, peer_experts(model), batch, recorder, nodes, exchange)
+            step = TimedStep(model, peer_experts(model), batch, recorder, grid, exchange)
             yield System(name=f"{NAMES[peer]}, {how}", kind=peer, exchange=how, step=step)
 
 

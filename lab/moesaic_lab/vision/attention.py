@@ -4,6 +4,9 @@
 Similarity is a cosine over a learnt temperature, which keeps values from growing with depth. A
 small network computes a position bias from logarithms of relative coordinates, so weights can be
 reused for windows of another size.
+
+An image here is a square of tokens. It is cut into square windows, and tokens only attend to tokens
+of their window. In every second block the windows are shifted.
 """
 
 from __future__ import annotations
@@ -68,8 +71,11 @@ class WindowAttention(nn.Module):
         """
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-        y = self._image(self._attend(self._windows(x)))
-        return y.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else y
+        attended = self._attend(self._windows(x))
+        y = self._image(attended)
+        if self.shift:
+            y = y.roll((self.shift, self.shift), dims=(1, 2))
+        return y
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
@@ -82,20 +88,21 @@ class WindowAttention(nn.Module):
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
         # cosine attention: one scale for each head
         scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp()
-        q = F.normalize(q, dim=-1) * scale.repeat(windows)[:, None, None].to(q.dtype)
+        scale = scale.repeat(windows)[:, None, None]
+        q = F.normalize(q, dim=-1) * scale.to(q.dtype)
         k = F.normalize(k, dim=-1)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._bias(windows).to(q.dtype), scale=1.0
-        )
-        by_window = attended.unflatten(
-            1, (windows, -1)
-        )  # (batch, windows, heads, tokens, head_dim)
+        position_bias = self._bias(windows).to(q.dtype)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=position_bias, scale=1.0)
+        # (batch, windows, heads, tokens, head_dim)
+        by_window = attended.unflatten(1, (windows, -1))
         return self.out(by_window.transpose(2, 3).flatten(3))
 
     def _bias(self, num_windows: int) -> Tensor:
         """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
-        bias = table[self.pairs].permute(2, 0, 1).expand(num_windows, -1, -1, -1)
+        # (tokens, tokens, heads) to (windows, heads, tokens, tokens)
+        bias = table[self.pairs].permute(2, 0, 1)
+        bias = bias.expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[:, None], -math.inf)
         return bias.flatten(0, 1)[None]
@@ -103,16 +110,16 @@ class WindowAttention(nn.Module):
     def _windows(self, x: Tensor) -> Tensor:
         """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens,
         dim)."""
-        tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(
-            1, (self.per_side, self.window)
-        )
+        columns = x.unflatten(2, (self.per_side, self.window))
+        # (batch, window row, row within, window column, column within, dim)
+        tiles = columns.unflatten(1, (self.per_side, self.window))
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _image(self, x: Tensor) -> Tensor:
         """Join windows to an image, the inverse of `_windows`."""
-        tiles = x.unflatten(2, (self.window, self.window)).unflatten(
-            1, (self.per_side, self.per_side)
-        )
+        tokens = x.unflatten(2, (self.window, self.window))
+        # (batch, window row, window column, row within, column within, dim)
+        tiles = tokens.unflatten(1, (self.per_side, self.per_side))
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
@@ -124,8 +131,9 @@ def log_coordinates(window: int) -> Tensor:
     Returns:
         ((2 * window - 1) ** 2, 2): vertical and horizontal, in units of log2(8).
     """
-    steps = torch.arange(1 - window, window, dtype=torch.float32) * (8 / max(window - 1, 1))
-    logs = steps.sign() * (steps.abs() + 1).log2() / 3
+    scale = 8 / max(window - 1, 1)
+    distances = torch.arange(1 - window, window, dtype=torch.float32) * scale
+    logs = distances.sign() * (distances.abs() + 1).log2() / 3  # log2(8) is 3
     return torch.cartesian_prod(logs, logs)
 
 
@@ -133,7 +141,8 @@ def pair_index(window: int) -> Tensor:
     """Return for each pair of tokens of a window the index of its row in `log_coordinates`,
     (tokens, tokens) int64."""
     side = torch.arange(window)
-    distances = side[:, None] - side + window - 1
+    distances = side[:, None] - side + window - 1  # along one side, from 0
+    # (row, column, other row, other column)
     rows = distances[:, None, :, None]
     columns = distances[None, :, None, :]
     return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
@@ -151,7 +160,8 @@ def strangers(resolution: int, window: int, shift: int) -> Tensor:
         (windows, tokens, tokens) bool.
     """
     # Along a side, the last `shift` tokens of the rolled image came from its start.
-    side = (torch.arange(resolution) >= resolution - shift).view(-1, window)
-    region = 2 * side[:, None, :, None] + side[None, :, None, :].long()
+    wrapped = (torch.arange(resolution) >= resolution - shift).view(-1, window)
+    # The image's four regions by number: (window row, window column, row within, column within).
+    region = 2 * wrapped[:, None, :, None] + wrapped[None, :, None, :].long()
     region = region.reshape(-1, window**2)
     return region[:, :, None] != region[:, None, :]

@@ -55,9 +55,8 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
         raise InputError(f"the digits need scikit-learn: {to_install('./lab[vision]')}")
     # scikit-learn's own loader would import the whole package, which takes longer than a short
     # training.
-    table = np.loadtxt(
-        Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
-    )
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",")
     pixels = table[:, :-1]
     labels = table[:, -1]
     num_val = round(len(labels) * val_share)
@@ -66,9 +65,12 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
             f"val_share={val_share}: must leave images on both sides: choose it above 0 and below 1"
         )
     order = np.random.default_rng(seed).permutation(len(labels))
-    images = torch.from_numpy((pixels[order] / 8 - 1).astype(np.float32)).view(-1, 1, 8, 8)
+    scaled = (pixels[order] / 8 - 1).astype(np.float32)  # pixels are 0 to 16
+    images = torch.from_numpy(scaled).view(-1, 1, 8, 8)
     classes = torch.from_numpy(labels[order].astype(np.int64))
-    return Images(images[num_val:], classes[num_val:]), Images(images[:num_val], classes[:num_val])
+    train = Images(images[num_val:], classes[num_val:])
+    val = Images(images[:num_val], classes[:num_val])
+    return train, val
 
 
 def load_folder(
@@ -94,39 +96,34 @@ def load_folder(
         fit = import_module("PIL.ImageOps").fit
     except ImportError as error:
         raise InputError(f"pictures need Pillow: {to_install('./lab[vision]')}") from error
-    parts: dict[bool, list[tuple[Tensor, int]]] = {True: [], False: []}
-    for label, folder in enumerate(sorted(path for path in root.glob("*") if path.is_dir())):
+    train: list[tuple[Tensor, int]] = []
+    val: list[tuple[Tensor, int]] = []
+    folders = sorted(path for path in root.glob("*") if path.is_dir())
+    for label, folder in enumerate(folders):
         for path in sorted(folder.rglob("*")):
             if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".bmp", ".webp"):
                 continue
             with image_of.open(path) as opened:
-                square = np.asarray(
-                    fit(opened.convert("RGB" if channels == 3 else "L"), (size, size)),
-                    dtype=np.float32,
-                )
-            draw = (
-                int.from_bytes(sha256(f"{folder.name}/{path.name}".encode()).digest()[:8], "big")
-                / 2**64
-            )
-            parts[draw < val_share].append(
-                (
-                    torch.from_numpy(square / 127.5 - 1)
-                    .view(size, size, channels)
-                    .permute(2, 0, 1),
-                    label,
-                )
-            )
-    if not parts[True] or not parts[False]:
+                converted = opened.convert("RGB" if channels == 3 else "L")
+                square = np.asarray(fit(converted, (size, size)), dtype=np.float32)
+            pixels = torch.from_numpy(square / 127.5 - 1).view(size, size, channels)
+            digest = sha256(f"{folder.name}/{path.name}".encode()).digest()
+            draw = int.from_bytes(digest[:8], "big") / 2**64  # in 0 to 1
+            part = val if draw < val_share else train
+            part.append((pixels.permute(2, 0, 1), label))
+    if not val or not train:
         raise InputError(
-            f"images={root}: {len(parts[False])} pictures to train on, {len(parts[True])} to "
+            f"images={root}: {len(train)} pictures to train on, {len(val)} to "
             "validate with: give a folder with a folder of .png or .jpg pictures per class, and "
             "more of them"
         )
-    train, val = (
-        [torch.stack([p for p, _ in parts[k]]), torch.tensor([c for _, c in parts[k]])]
-        for k in (False, True)
-    )
-    return Images(*train), Images(*val)
+    return _stacked(train), _stacked(val)
+
+
+def _stacked(pictures: list[tuple[Tensor, int]]) -> Images:
+    """Return pictures, (channels, height, width) each with its label, as images."""
+    pixels = torch.stack([picture for picture, _ in pictures])
+    return Images(pixels, torch.tensor([label for _, label in pictures]))
 
 
 class ImageBatches:
@@ -169,21 +166,23 @@ class ImageBatches:
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width)
         and (batch_size / parts,)."""
-        size = self.batch_size // self.part[1]
-        first = index * self.batch_size + self.part[0] * size
+        part, num_parts = self.part
+        size = self.batch_size // num_parts
+        start = part * size  # of this part within the micro-batch
+        first = index * self.batch_size + start  # counted over all epochs
         rows: list[int] = []
         while len(rows) < size:
             epoch, within = divmod(first + len(rows), len(self.data))
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data))
-            rows += order[within : within + size - len(rows)].tolist()
+            missing = size - len(rows)
+            rows += order[within : within + missing].tolist()
         pixels = self.data.pixels[rows]
         if self.varied:
-            draws = np.random.default_rng([self.seed, index, 1]).uniform(
-                -1, 1, (self.batch_size, 4)
-            )
-            pixels = moved(
-                pixels, torch.from_numpy(draws[self.part[0] * size :][:size].astype(np.float32))
-            )
+            random = np.random.default_rng([self.seed, index, 1])
+            # for the whole micro-batch, so that its split into parts changes nothing
+            draws = random.uniform(-1, 1, (self.batch_size, 4))
+            amounts = draws[start : start + size].astype(np.float32)
+            pixels = moved(pixels, torch.from_numpy(amounts))
         return pixels, self.data.labels[rows]
 
 
@@ -195,13 +194,14 @@ def moved(pixels: Tensor, amounts: Tensor) -> Tensor:
         amounts: (images, 4) float32 between -1 and 1: factors on `TURN`, on `SCALE`, and on `SHIFT`
             sideways and up.
     """
-    turn = amounts[:, 0] * math.radians(TURN)
+    angle = amounts[:, 0] * math.radians(TURN)
     scale = 1 + SCALE * amounts[:, 1]
-    across = scale * turn.cos()
-    along = scale * turn.sin()
-    shift = 2 * SHIFT * amounts[:, 2:]
-    first = torch.stack([across, -along, shift[:, 0]], 1)
-    second = torch.stack([along, across, shift[:, 1]], 1)
+    cosine = scale * angle.cos()
+    sine = scale * angle.sin()
+    shift = 2 * SHIFT * amounts[:, 2:]  # coordinates go from -1 to 1: a side is 2 long
+    # rows of the affine matrices that map output to input positions
+    first = torch.stack([cosine, -sine, shift[:, 0]], 1)
+    second = torch.stack([sine, cosine, shift[:, 1]], 1)
     matrices = torch.stack([first, second], 1)  # (images, 2, 3)
     places = F.affine_grid(matrices, list(pixels.shape), align_corners=False)
     # outside of an image is 0, which must be black: -1

@@ -65,7 +65,9 @@ class SwinBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to the same shape."""
         x = x + self._normed(x, self.attention, self.attention_norm)
-        return x + self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape)
+        tokens = x.flatten(1, 2)
+        y = self._normed(tokens, self.ffn, self.ffn_norm)
+        return x + y.view(x.shape)
 
     def _normed(self, x: Tensor, layer: nn.Module, norm: nn.LayerNorm) -> Tensor:
         """Run a layer with its norm, before or after it."""
@@ -88,11 +90,14 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to (batch, height / 2, width / 2, 2 * dim)."""
+        # (batch, tile row, row within, tile column, column within, dim)
         tiles = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
         together = tiles.permute(0, 1, 3, 4, 2, 5).flatten(3)
-        merged: Tensor = (
-            self.norm(self.reduce(together)) if self.post_norm else self.reduce(self.norm(together))
-        )
+        merged: Tensor
+        if self.post_norm:
+            merged = self.norm(self.reduce(together))
+        else:
+            merged = self.reduce(self.norm(together))
         return merged
 
 
@@ -152,11 +157,12 @@ class SwinMoE(nn.Module):
                 f"{', '.join(map(str, expected))})"
             )
         x = self.patch_norm(self.patches(images).permute(0, 2, 3, 1))
-        ends = [sum(self.config.depths[: stage + 1]) for stage in range(self.config.num_stages - 1)]
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index + 1 in ends:
-                x = self.merges[ends.index(index + 1)](x)
+        blocks = iter(self.blocks)
+        for stage, depth in enumerate(self.config.depths):
+            if stage > 0:
+                x = self.merges[stage - 1](x)
+            for _ in range(depth):
+                x = next(blocks)(x)
         logits: Tensor = self.head(self.norm(x).mean((1, 2)))
         return logits
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -128,21 +127,21 @@ def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
     """Return the preset's configuration with the changes of the options; your own pictures set the
     number of classes."""
     config = PRESETS[options.preset]
-    fields = ("num_experts", "top_k", "router", "balance_loss")
-    changes: dict[str, Any] = {
-        name: getattr(options, name) for name in fields if getattr(options, name) is not None
-    }
+    changes: dict[str, Any] = {}
+    for name in ("num_experts", "top_k", "router", "balance_loss"):
+        value = getattr(options, name)
+        if value is not None:
+            changes[name] = value
     if options.capacity_factor is not None or options.admit_by == "score":
         changes["capacity"] = Capacity.fixed(options.capacity_factor or 1.0, order=options.admit_by)
     if options.eval_capacity_factor is not None:
         changes["eval_capacity"] = Capacity.fixed(
             options.eval_capacity_factor, order=options.admit_by
         )
-    changes |= {
-        name: getattr(options, name)
-        for name in ("ffn", "norm")
-        if getattr(options, name) != "preset"
-    }
+    for name in ("ffn", "norm"):
+        value = getattr(options, name)
+        if value != "preset":
+            changes[name] = value
     if options.images:
         changes["num_classes"] = int(train.labels.max()) + 1
     return replace(config, **changes)
@@ -157,9 +156,10 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     """
     size = PRESETS[options.preset].image_size
     channels = PRESETS[options.preset].channels
-    data, held_out = (
-        load_folder(Path(options.images), size, channels) if options.images else load_digits()
-    )
+    if options.images:
+        data, held_out = load_folder(Path(options.images), size, channels)
+    else:
+        data, held_out = load_digits()
     torch.manual_seed(options.seed)
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     model = SwinMoE(shape_of(options, data)).to(device)
@@ -174,14 +174,19 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
         f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; "
         f"{len(data):,} images"
     )
+
     mesh = spread(model, options, device)
-    part = (0, 1) if mesh is None else (mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp)
+    part = (0, 1)  # of each batch: (index, number of parts)
+    if mesh is not None:
+        part = (mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp)
     batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
     loss = _steps(model, options, batches, say, mesh)
+
     results: dict[str, Any] = {"parameters": total, "active": active, "loss": loss}
     logits = _outputs_of(model, held_out.pixels)
     results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
-    results["accuracy"] = float((logits.argmax(1) == held_out.labels).float().mean())
+    is_right = logits.argmax(1) == held_out.labels
+    results["accuracy"] = float(is_right.float().mean())
     say(
         f"loss {results['val_loss']:.3f}, accuracy {results['accuracy']:.4f} on "
         f"{len(held_out)} images that were not trained on"
@@ -248,9 +253,11 @@ def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
     evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
-    outputs = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
+    outputs = []
+    for part in pixels.split(size):
+        outputs.append(model(part.to(device)).float().cpu())
     model.train()
-    return outputs
+    return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -268,7 +275,11 @@ def linear_probe(
         ridge: penalty on the squared weights, relative to the mean squared norm of the features.
     """
     classes = int(data.labels.max()) + 1
-    few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
+    chosen = []
+    for label in range(classes):
+        of_class = (data.labels == label).nonzero()
+        chosen.append(of_class[:shots, 0])
+    few = torch.cat(chosen)
     head = model.head
     model.head = nn.Identity()  # type: ignore[assignment]
     try:
@@ -280,9 +291,13 @@ def linear_probe(
     mean = x.mean(0)
     x = x - mean
     features = features - mean
-    penalty = ridge * x.square().sum(1).mean() * torch.eye(len(x), dtype=x.dtype)
+    # Ridge regression in its dual form, W = X^T (X X^T + penalty)^-1 Y: few images, many features.
+    mean_square = x.square().sum(1).mean()
+    penalty = ridge * mean_square * torch.eye(len(x), dtype=x.dtype)
     weights = x.T @ torch.linalg.solve(x @ x.T + penalty, y - y.mean(0))
-    return float(((features @ weights + y.mean(0)).argmax(1) == held_out.labels).double().mean())
+    scores = features @ weights + y.mean(0)
+    is_right = scores.argmax(1) == held_out.labels
+    return float(is_right.double().mean())
 
 
 def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
@@ -293,21 +308,20 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
     rates = {}
     for name in ("train", "infer"):
         model.train(name == "train")
-        for timed in (False, True):
+        for timed in (False, True):  # first to warm up
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(TIMED_STEPS):
-                with nullcontext() if name == "train" else torch.no_grad():
+                with torch.set_grad_enabled(name == "train"):
                     logits = model(pixels)
                 if name == "train":
                     logits.float().square().mean().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
             if timed:
-                rates[f"{name}_images_per_second"] = (
-                    TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
-                )
+                rates[f"{name}_images_per_second"] = TIMED_STEPS * len(pixels) / seconds
     model.zero_grad()
     return rates
 
@@ -322,9 +336,10 @@ def load_weights(model: SwinMoE, path: Path) -> None:
     if not path.exists():
         raise InputError(f"init={path}: no such file")
     weights = load_file(path)
-    own = model.state_dict()
-    heads = {name: own[name] for name in weights if name in ("head.weight", "head.bias")}
-    weights |= {name: value for name, value in heads.items() if weights[name].shape != value.shape}
+    initial = model.state_dict()
+    for name in ("head.weight", "head.bias"):
+        if name in weights and weights[name].shape != initial[name].shape:
+            weights[name] = initial[name]
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -337,18 +352,16 @@ def load_weights(model: SwinMoE, path: Path) -> None:
 def save_weights(model: SwinMoE, options: VisionOptions, results: dict[str, Any]) -> None:
     """Write weights, results and options into the folder; all ranks must call this, to gather
     sharded weights."""
-    whole = {
-        name: t.full_tensor() if isinstance(t, DTensor) else t
-        for name, t in model.state_dict().items()
-    }
+    unsharded = {}
+    for name, tensor in model.state_dict().items():
+        unsharded[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if dist.is_initialized() and dist.get_rank():
         return
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.detach().cpu().contiguous().clone() for name, t in whole.items()},
-        folder / "model.safetensors",
-    )
-    (folder / "results.json").write_text(
-        json.dumps({"options": asdict(options), **results}, indent=2) + "\n"
-    )
+    on_cpu = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in unsharded.items()
+    }
+    save_file(on_cpu, folder / "model.safetensors")
+    content = json.dumps({"options": asdict(options), **results}, indent=2)
+    (folder / "results.json").write_text(content + "\n")
