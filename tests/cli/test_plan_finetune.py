@@ -11,8 +11,8 @@ from moesaic.cli.main import main
 from moesaic.cli.output import WIDEST
 from moesaic.cli.plan_finetune import _command
 from moesaic.planner.answer import SPEED_RATIOS
+from moesaic.planner.cluster import read_cluster
 from moesaic.planner.finetune import FinetunePrediction, SplitPrediction
-from moesaic.planner.presets import read_cluster
 from moesaic.program.plan import Plan
 
 CONFIG = {

@@ -252,3 +252,8 @@ def test_unknown_words_are_refused_in_one_line(capsys) -> None:
         assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(InputError, match="finds none"):
         steps.require(dry=False)
+
+
+def test_a_dry_step_without_a_folder_is_refused_in_one_line(capsys) -> None:
+    assert main(["measure", "--dry"]) == 2
+    assert "measure --dry: write one of" in capsys.readouterr().err

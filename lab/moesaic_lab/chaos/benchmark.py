@@ -272,7 +272,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
     summed = []
     order = list(KINDS)
     kinds_and_ways = {(row["kind"], row["way"]) for row in rows}
-    for kind, way in sorted(kinds_and_ways, key=lambda pair: order.index(pair[0])):
+    for kind, way in sorted(kinds_and_ways, key=lambda pair: (order.index(pair[0]), pair[1])):
         matching = [row for row in rows if row["kind"] == kind and row["way"] == way]
         summed.append(
             {

@@ -40,13 +40,13 @@ def main(arguments: Sequence[str]) -> int:
         if not arguments or arguments[0].startswith("-"):
             run = import_module("moesaic_lab.device.benchmark").BENCHMARK.run
             return int(run(["--device", "cuda", *arguments]))
-        name, *words = arguments
+        name, *words = (word for word in arguments if word != "--dry")
         if name not in PARTS | ROWS or not words:
             raise InputError(
                 f"{' '.join(arguments)}: write one of {', '.join(PARTS | ROWS)}, and a folder"
             )
-        folder, *others = (word for word in words if word != "--dry")
-        return _run_step(name, Path(folder), others, dry="--dry" in words)
+        folder, *others = words
+        return _run_step(name, Path(folder), others, dry="--dry" in arguments)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,6 +30,7 @@ from moesaic.kernels.triton.rows.tiles import (
     shared_bytes,
 )
 from moesaic_lab.claims import write_whole
+from moesaic_lab.device.results import reason
 
 FORMAT = 2
 """Version of the file format; increase it when a field of `Tile` changes its meaning."""
@@ -159,8 +160,7 @@ def search(
         try:
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
-            first_line = str(error).splitlines()[0][:120]
-            say(f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {first_line}")
+            say(f"{bucket(shape)}: {_described(tile)}: {reason(error)}")
             continue
         say(f"{bucket(shape)}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         is_default = number == 0

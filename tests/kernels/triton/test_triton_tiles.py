@@ -134,7 +134,7 @@ def test_search_keeps_the_fastest_and_survives_tiles_that_fail():
 
     def seconds_of(tile: Tile) -> float:
         if tile.programs:
-            raise RuntimeError("out of resources\nand more")
+            raise RuntimeError("out of resources\nand more" if tile.rows > 64 else "")
         return 1.0 / (tile.rows * tile.columns)
 
     actual, is_done = search(a_shape(), device, seconds_of, say=said.append)
