@@ -90,7 +90,7 @@ def carry(
     # The backward pass has a tag of its own from the start, since ranks may run different
     # operations before it.
     tag = transport.take_tags(2)
-    tags_back = [tag + 1]
+    tags_back = [tag + 1]  # empty after the first backward pass; a second one takes a new tag
     arrived = rows_after(rows, before, after)
 
     def back(gradient: Tensor) -> Tensor:
@@ -217,8 +217,11 @@ class Relocator:
         self.trip: SampleTrip | None = None
         """The forward pass that was started last; None before the first."""
         self._compiled: dict[tuple[bytes, bool], Compiled | None] = {}
+        """The results of `compiled`, by the plain programs' digest and whether there are biases."""
         self._shapes: dict[tuple[bytes, int, int], LayoutIndex] = {}
+        """The results of `shapes`, by the digest, the number of experts and of slots."""
         self._solver = ThreadPoolExecutor(1, "placement")
+        """The thread that decides."""
         self._rest = Rest()
 
     def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
@@ -368,8 +371,11 @@ class SampleTrip:
     ) -> None:
         self.relocator = relocator
         self.length = length
+        """Tokens of a sample."""
         self._rests = rests
+        """Whether the policy is not asked in this pass, so that no sample moves."""
         self.home = Homes.start(relocator.mesh.grid.world, slots)
+        """The first homes of the samples."""
         self.moves: list[SampleMove] = []
         """The moves of the MoE layers that the pass has reached."""
         self._followings = followings
@@ -464,8 +470,10 @@ class SampleMove:
         """Whether an arbiter decided that samples stay in this call; None before that decision."""
         self._following = following
         self._future: Future[Homes] | None = None
+        """The decision, on its way; None if there is none (yet)."""
         if rests:
             grid = relocator.mesh.grid
+            # for as few experts as the mesh can have
             no_copies = np.zeros((before.samples.size, grid.ep), dtype=np.int64)
             self.load = SampleLoad(grid, homes=before, copies=no_copies, following=None)
 
@@ -572,6 +580,7 @@ class SampleMove:
             homes=self.before,
             copies=by_sample(self.copies),
             following=None if predicted is None else by_sample(following),
+            # rows of each sample that travel separately
             carried=self.alone.reshape(-1)[place] if rides else carried * self.length,
             is_direct=is_direct,
         )
