@@ -109,6 +109,7 @@ def _run_together(
     units = GatheredUnits()
     try:
         for batch in batches:
+            # FSDP2 must not free what the one that pauses still computes with
             for earlier in micro_batches:
                 earlier.holds = units.hold()
             newest = _MicroBatch(loss_of, batch, number + len(micro_batches))
@@ -201,7 +202,7 @@ class _MicroBatch(Generic[T]):
         """Run with this micro-batch's own state of torch, kept from turn to turn."""
         outside = TorchState.now()
         self._state.set()
-        for context in self.turn.contexts:
+        for context in self.turn.contexts:  # those that set attributes of modules
             context.resume()
         try:
             yield
@@ -222,7 +223,7 @@ def _run(loss_of: Callable[[T], Tensor], batch: T, seed: int) -> Tensor:
 def _weighed(turns: list[_Turn], scale: float) -> Iterator[None]:
     """Set the weight of the auxiliary losses, in the layers that ran, to `scale` unless
     `set_loss_scale` was called, and take it back."""
-    layers = {}
+    layers = {}  # by identity, since both turns may have run a layer
     for turn in turns:
         for key, layer in turn.injecting.items():
             if not layer.loss_scale_is_set:

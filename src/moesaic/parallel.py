@@ -201,7 +201,7 @@ def shard_over_data(
             experts_of[module] = layer.experts
     for old in before:
         new = getattr(old.owner, old.name)
-        if id(new) != old.number:
+        if id(new) != old.number:  # `number` is the id of the parameter that was there
             experts = experts_of.get(old.owner, layers[0].experts)
             experts.replaced.note(old, new)
 
@@ -224,7 +224,7 @@ def _shard_over_data(
         if over_edp is not None:
             gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
             shard(layer.experts, over_edp, dtype=gather_dtype)
-            layer.experts.mark_all()
+            layer.experts.mark_all()  # FSDP2's parameters, as those that they replace
         elif edp == 1 and dp > 1:  # nobody sums these gradients, but they are divided by dp too
             layer.experts.mark(partial(_divide_gradient, dp=dp))
 
@@ -238,6 +238,7 @@ def _shard_over_data(
     if over_dp is None:
         return
 
+    # experts are in units of their own or, if nothing shards them, in none
     in_units: set[nn.Parameter] = set()
     for layer in layers:
         in_units |= set(layer.experts.parameters())
@@ -377,7 +378,7 @@ def step_switches(modules: Iterable[nn.Module], *, keeps: bool) -> Iterator[Step
             for unit in switches.units:
                 unit.set_reshard_after_forward(False, recurse=False)
         yield switches
-    except BaseException:  # left early, too
+    except BaseException:  # an unfinished step: an error, or the caller left its loop early
         switches.drop()
         raise
     finally:
@@ -467,7 +468,7 @@ def _shard(
 ) -> None:
     """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh`, of
     (replicas, shards) or shards alone, and divided by `divide_by`."""
-    replicas = None
+    replicas = None  # the group over which a hook sums, in a dtype of its own
     if replica_dtype is not None and mesh.ndim == 2:  # FSDP2 sums over both in one dtype
         replicas = mesh.get_group(0)
         mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
@@ -655,7 +656,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
         norm: their norm, from `gradient_norm`.
         limit: the largest allowed norm.
     """
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # torch adds the same, against norms of 0
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for dtype in {part.dtype for part in parts}:
         same_dtype = [part for part in parts if part.dtype == dtype]

@@ -69,7 +69,7 @@ def _slow_ranks(seconds: float, compute: np.ndarray) -> dict[int, str]:
     """
     phrases = {}
     for rank in range(len(compute)):
-        usual = median(np.delete(compute, rank))
+        usual = median(np.delete(compute, rank))  # of the other ranks
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             phrases[rank] = (
                 f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as "
@@ -113,6 +113,7 @@ def _slow_links(seconds: float, waited: np.ndarray, slow: set[int]) -> Iterator[
         ]
         usual = median(other_waits) if other_waits else 0.0
         wait = waited[rank, peer]
+        # of the two directions, only the one that waits longer
         if wait > max(WAITS * seconds, APART * usual) and wait >= waited[peer, rank]:
             yield (
                 f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its "
