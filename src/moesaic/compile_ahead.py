@@ -181,6 +181,7 @@ def _choose(layer: MoE, x: Tensor) -> None:
         leaf = x.new_zeros(1, x.shape[1]).requires_grad_()
         reduced = layer.on_mesh is None
         scored = choose_at_once(fused, leaf, layer.losses, None, None, reduced=reduced)
+        # all that a loss may give a gradient to
         results = [scored.weight_N, *(scored.values or ())]
         if scored.sums is not None:
             results.append(scored.sums.probs_GE)

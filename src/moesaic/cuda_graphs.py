@@ -141,6 +141,7 @@ class CudaRecorder:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS - 1):
                 run()
+            # now torch raises an error where the host would wait
             mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -243,6 +244,7 @@ class CapturedMoE:
         """
         given = {"x": x, "mask": mask, "token_ids": token_ids}
         if _mode(self.layer, x) != self._mode:
+            # the class's, since the layer's own `forward` may be this object
             return type(self.layer).forward(self.layer, **given)  # type: ignore[arg-type, return-value]
         self._check({name: tensor for name, tensor in given.items() if tensor is not None})
         with torch.no_grad():

@@ -161,6 +161,7 @@ class _MicroBatch(Generic[T]):
         self._greenlet.gr_context = copy_context()
         self._greenlet.gr_context.run(TURN.set, self.turn)
         self._arguments: tuple[Any, ...] = (loss_of, batch, seed)
+        """Those of `_run` for the first turn, which starts it; () afterwards."""
 
     @property
     def is_done(self) -> bool:
@@ -192,7 +193,7 @@ class _MicroBatch(Generic[T]):
     def stop(self) -> None:
         """End the micro-batch where it is, unless it has ended."""
         for _ in range(MOST_EXITS):
-            if self.is_done or not self._greenlet:
+            if self.is_done or not self._greenlet:  # false before it has started
                 return
             with self._own_state():
                 self._greenlet.throw()

@@ -242,8 +242,10 @@ def _shard_over_data(
     in_units: set[nn.Parameter] = set()
     for layer in layers:
         in_units |= set(layer.experts.parameters())
+    # experts that are no FSDP2 units must not become part of the units around them
     leave_out = in_units.copy() if over_edp is None else set()
     for unit in (*units, model):
+        # whether any of its parameters is in no inner unit
         has_own = not in_units.issuperset(unit.parameters())
         shard(unit, over_dp, leave_out=leave_out)
         in_units |= set(unit.parameters())
@@ -327,6 +329,7 @@ class StepSwitches:
     def before_pass(self, *, is_last: bool, reduces: bool) -> None:
         """Prepare for a micro-batch: gradients are reduced in it if `reduces` or if it is the last
         one, and between replicas in the last one alone."""
+        # each unit sets its own switches, since all of them are in the list
         for unit in self.units:
             unit.set_requires_gradient_sync(is_last or reduces, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)
@@ -414,11 +417,13 @@ def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
     """Refuse an output that has tensors with a gradient, but none that FSDP2 finds; a hook of a
     unit's forward pass."""
     parts = tree_leaves(output)
+    # torch's `tree_leaves` and FSDP2 open the same containers: these FSDP2 finds
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
     for part in parts:
         if isinstance(part, Tensor) or (is_dataclass(part) and SEES_DATACLASSES):
             continue
+        # what FSDP2 does not look into: the attributes of an object
         if is_dataclass(part):
             names = [field.name for field in fields(part)]
         else:
@@ -471,6 +476,7 @@ def _shard(
     replicas = None  # the group over which a hook sums, in a dtype of its own
     if replica_dtype is not None and mesh.ndim == 2:  # FSDP2 sums over both in one dtype
         replicas = mesh.get_group(0)
+        # the shards alone
         mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
     num_shards = mesh.size(-1)
     gate_and_up = set(_gate_and_up_parameters(module))

@@ -157,13 +157,14 @@ class MemoryBudget:
         chunks = compiled.plan.chunks
         node_tokens = None
         if compiled.is_multicast:
-            # the tokens of each origin that visit each node (or other level of the multicast)
+            # by level of the multicast, which has a number of destinations (nodes, ep ranks): the
+            # tokens of each origin that visit each destination
             copies_by_level = [
-                copies.reshape(len(copies), places, -1).sum(2)
-                for places in compiled.grid.cast_levels
+                copies.reshape(len(copies), destinations, -1).sum(2)
+                for destinations in compiled.grid.cast_levels
             ]
             copies_there = np.concatenate(copies_by_level, axis=1)
-            visits = np.minimum(copies_there, call.tokens[:, None])
+            visits = np.minimum(copies_there, call.tokens[:, None])  # a token visits at most once
             visits_per_chunk = -(-visits // chunks)  # rounded up
             node_tokens = np.repeat(visits_per_chunk[:, :, None], chunks, axis=2)
         return compiled.sizes(

@@ -248,6 +248,7 @@ def stacked(
         unit: unit of the values.
         limit: where to draw a vertical line; None for no line.
     """
+    # in pixels: 34 a bar, and 140 for axis, legend and margins
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
     all_parts: dict[str, None] = {}  # each once
     for parts in named.values():

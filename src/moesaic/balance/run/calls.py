@@ -271,7 +271,7 @@ def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
         dim: width of a token.
     """
     unmoved, moved = move.volumes()
-    passes = 2 if costs.backward else 1
+    passes = 2 if costs.backward else 1  # a row is sent, and its gradient
     row_bits = 8 * dim * costs.element_bytes * passes
     intra_saved = unmoved.intra - moved.intra
     inter_saved = unmoved.inter - moved.inter

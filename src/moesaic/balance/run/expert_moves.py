@@ -516,7 +516,7 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
         first_expert = next(experts.experts.children())
         return sum(parameter.numel() for parameter in first_expert.parameters())
     total = 0
-    for parameter in experts.parameters():
+    for parameter in experts.parameters():  # (experts, ...); a DTensor counts those of all ranks
         shards = etp if is_dtensor(parameter) else 1
         total += parameter.numel() // len(parameter) // shards
     return total

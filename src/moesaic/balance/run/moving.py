@@ -230,9 +230,9 @@ class _MovedCall:
         is_alone = copies_of_token.view(-1, move.length) == 0  # (slots, tokens of a sample)
 
         move.decide(
-            move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
-            is_alone.sum(1),
-            move.predict(
+            copies=move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
+            alone=is_alone.sum(1),
+            predicted=move.predict(
                 x_TD,
                 None if mask is None else mask.reshape(-1),
                 None if token_ids is None else token_ids.reshape(-1),

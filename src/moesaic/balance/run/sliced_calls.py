@@ -75,6 +75,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         counts = torch.stack([each.counts for each in node_tokens])
         counts_of_ranks = all_gather(transport, tuple(range(transport.world)), counts)
         all_counts = torch.stack(counts_of_ranks).cpu().numpy()  # (ranks, slices, ...)
+        # every rank also needs how many tokens the others send
         node_tokens = [
             each.with_counts(all_counts[:, number], transport.rank)
             for number, each in enumerate(node_tokens)
@@ -139,7 +140,7 @@ class SlicedRun:
             self.whole.call,
             sizes=part.sizes(),
             first_tag=first_tag,
-            may_defer_wgrad=False,
+            may_defer_wgrad=False,  # the inputs of wgrad would stay in memory meanwhile
             indices=Indices(),
         )
         return replace(
@@ -204,7 +205,7 @@ class RunSlices(torch.autograd.Function):
                 flat += tensors
                 layouts.append(layout)
                 del tensors
-            # memory of this slice that the next one must not add to
+            # freed, since the next slice's memory must not add to it
             del values, y, inputs, steps, gates_of_slice
 
         ctx.save_for_backward(x, gates, *weights, *flat)
