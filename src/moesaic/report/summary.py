@@ -50,6 +50,7 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     if world < 2:
         return []
     tables = [table for table in tables if len(table["compute"]) == world][-LINES:]
+    # sums over these lines: the mean rank's seconds, (world,) of working, (world, world) of waiting
     seconds = float(np.mean(np.sum([table["seconds"] for table in tables], 0)))
     compute = np.sum([table["compute"] for table in tables], 0)
     waited = np.sum([table["waited"] for table in tables], 0)

@@ -186,6 +186,7 @@ def _ranked(
     ep, num_experts = away.shape
     copies = away.reshape(-1)  # pair p is that of place p // num_experts
     if whole:
+        # all pairs of the hottest experts, expert by expert
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         first_of_place = np.arange(ep) * num_experts
         pairs = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
@@ -338,7 +339,7 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     num_experts = replica.load.num_experts
     if ranks_per_place == 1 or replicated.is_empty:
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
-    # a cell is an origin and an expert that occur in the table
+    # a cell is an origin, here a place, and an expert that occur in the table
     cells, cell_of_entry = np.unique(
         replicated.origin * num_experts + replicated.expert, return_inverse=True
     )

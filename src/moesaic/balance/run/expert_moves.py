@@ -147,6 +147,7 @@ def _belongings(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that belongs to a parameter, with a name, in the same order on all
     ranks."""
+    # the parameter and its master copy, each with its gradient and its optimizer state
     copies: list[tuple[str, Tensor]] = [("weight", parameter)]
     if parameter in masters:
         copies.append(("master", masters[parameter]))

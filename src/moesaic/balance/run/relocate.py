@@ -326,6 +326,7 @@ class Relocator:
         if x.is_floating_point():
             own = carry(transport, slice_rows(transport, self.group, x), before, after)
             return gather_rows(transport, self.group, own, len(x))
+        # whole numbers or bools, which have no gradient
         own_share = share_of(len(x), self.group.index(self.mesh.rank), tp)
         own = carry(transport, x[own_share], before, after)
         return all_gather_rows(transport, self.group, own, len(x))
@@ -379,6 +380,7 @@ class SampleTrip:
         self.moves: list[SampleMove] = []
         """The moves of the MoE layers that the pass has reached."""
         self._followings = followings
+        """All MoE layers of the pass, in their order."""
 
     @property
     def homes(self) -> Homes:
@@ -400,7 +402,7 @@ class SampleTrip:
         move = SampleMove(
             self.relocator,
             before=self.homes,
-            following=None if is_last else self._followings[number],
+            following=None if is_last else self._followings[number],  # the layer after it
             length=self.length,
             goal=self.home if goes_home else None,
             rests=self._rests,

@@ -324,6 +324,7 @@ class Work:
             + self.helped
         )
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
+        # at the end the helpers' results travel
         return float(seconds.max()) + self.travel_helped / 2 + self.host
 
 
