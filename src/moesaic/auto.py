@@ -215,7 +215,7 @@ class AutoPlan:
             "load": self.load,
             "estimated_seconds": table.estimates()[table.running],
             "switches": table.switches,
-            "explored_share": table.explored / table.steps,
+            "explored_share": table.explored / table.steps,  # steps on trial
             "decisions": [
                 [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])]
                 for each in new

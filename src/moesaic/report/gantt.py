@@ -202,7 +202,8 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
         Picture(title, in_words(timeline), gantt(timeline, until))
         for title, timeline in timelines.items()
     ]
-    return charts_page(path, "timeline", title or " and ".join(timelines), NAMES, charts)
+    title = title or " and ".join(timelines)
+    return charts_page(path, what="timeline", title=title, lead=NAMES, charts=charts)
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
@@ -304,7 +305,10 @@ def _shares_of(job: Job) -> dict[str, int]:
 
 
 def _order(job: Job) -> Iterator[tuple[str, str, int]]:
-    """Yield (part, description, length in forward passes) of a micro-batch's activities in turn."""
+    """Yield (part, description, length in forward passes) of a micro-batch's activities in turn.
+
+    "parameters" is waiting for those of the next block, or for the gradients of a block to leave.
+    """
     model = job.model
 
     def forward(block: int, what: str) -> Iterator[tuple[str, str, int]]:

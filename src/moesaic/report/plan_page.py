@@ -87,10 +87,10 @@ def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
     folded = {"The answer in sentences": answer.lines, "Where the numbers come from": sources}
     return charts_page(
         path,
-        "plan",
-        title,
-        _lead(answer),
-        _pictures(answer, named),
+        what="plan",
+        title=title,
+        lead=_lead(answer),
+        charts=_pictures(answer, named),
         cards=tiles(answer),
         table=ranking(named),
         folded=folded,

@@ -307,12 +307,12 @@ class ReplicaLoad:
         relay_gets[home, expert, via[home, helper]] = True
         to_relays = relay_gets.sum(1)
 
-        relay_and_helper = via * ep + np.arange(ep)
+        relay_and_helper = via * ep + np.arange(ep)  # (home, helper): number of the pair
         from_relays = np.bincount(
             relay_and_helper.reshape(-1), weights=direct.reshape(-1), minlength=ep * ep
         )
         weights: np.ndarray = to_relays + from_relays.reshape(ep, ep).astype(np.int64)
-        np.fill_diagonal(weights, 0)
+        np.fill_diagonal(weights, 0)  # a home or a helper that is the relay
         return weights
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:

@@ -58,7 +58,7 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
         divides = r == 0 or grid.etp % r == 0
         if divides and r != plan.gather_weights:
             plans[f"r={r}"] = replace(alone, gather_weights=r)
-    groups = steps_of(grid)
+    groups = steps_of(grid)  # of peers, which exchange step by step
     if plan.peer_groups == 1 and groups > 1:
         plans[STEPS] = replace(alone, peer_groups=groups)
         plans[STEPS_REPLICATED] = replace(plan, peer_groups=groups)
