@@ -80,8 +80,11 @@ class AutoPlan:
         self._last_call = (0, 1, 4)
         """Tokens, experts per token and bytes per element of the last call."""
         self._load_now: Callable[[], float] | None = None
+        """Returns the load of the step that ends; None if the plan does not follow the load."""
         self._steps = 0
+        """Number of steps since the last layer joined."""
         self._calls = 0
+        """Number of calls of layers with gradients."""
         self._unrecorded = 0
         """Number of steps since the plan table was told a time."""
         self._has_stepped = False
@@ -167,6 +170,7 @@ class AutoPlan:
         self.load = expected_load
 
         def predict_on_first_rank(load: float) -> list[float]:
+            """Return the first rank's prediction for a load, the same on all ranks."""
             own_seconds = [] if predict is None else list(predict(load))
             seconds: list[float] = self._from_first_rank(own_seconds)
             return seconds
@@ -211,7 +215,7 @@ class AutoPlan:
             "load": self.load,
             "estimated_seconds": table.estimates()[table.running],
             "switches": table.switches,
-            "explored_share": table.explored / table.steps,
+            "explored_share": table.explored / table.steps,  # steps on trial
             "decisions": [
                 [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])]
                 for each in new
@@ -246,6 +250,7 @@ class AutoPlan:
                 self._begin_table(self._candidates(self._current_plan()), None, None)
             return
         self._unrecorded += 1
+        # neither the load of each step nor its time in a race is needed
         may_average = (
             self._transport.device.type == "cuda"
             and self._load_now is None
@@ -316,6 +321,7 @@ class AutoPlan:
         """Make the plan table, restored from `saved` if that is for the same mesh, and choose the
         first plan."""
         first = self._current_plan()
+        # of plans with lossy codecs, only those with the first plan's run: the user chose them
         tested = {(first.codec, first.backward_codec)}
         self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
         saved = self.saved

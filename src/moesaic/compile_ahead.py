@@ -65,6 +65,7 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
         return
     tasks: list[Callable[[], object]] = [partial(_choose, layer, expert_calls.x)]
 
+    # rows of the fullest expert for each token of this rank
     rows_per_token = layer.top_k / layer.num_experts
     if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
         rows_per_token = layer.on_mesh.grid.world
@@ -116,7 +117,7 @@ class _Calls(NamedTuple):
         call for each set of tiles that these take."""
         tiles_so_far = list[object]()
         rows = 1
-        while not tiles_so_far or rows < 2 * max_rows:
+        while not tiles_so_far or rows < 2 * max_rows:  # powers of 2, to one that is not below it
             work = self._work(rows)
             tiles = triton_products().default_tiles(work)
             if tiles not in tiles_so_far:
@@ -128,7 +129,7 @@ class _Calls(NamedTuple):
     def _work(self, rows: int) -> ExpertWork:
         """Return a call in which each expert has `rows` rows, of zeros; on one rank, about as
         many."""
-        num_experts = len(self.sharded[1])
+        num_experts = len(self.sharded[1])  # of the down projection, (experts, ...)
         num_rows = rows * num_experts
         x = self.x.new_zeros(num_rows, self.layer.dim)
         gates = x.new_zeros(num_rows, dtype=torch.float32)
@@ -163,7 +164,7 @@ class _Calls(NamedTuple):
 
 def _gradients(work: ExpertWork) -> None:
     """Run the backward pass of a call, on pre-activations and gradients of zeros."""
-    num_up_matrices = work.up.shape[1]
+    num_up_matrices = work.up.shape[1]  # (experts, matrices, hidden, dim)
     pre_activations = work.x.new_zeros(work.num_rows, num_up_matrices * work.hidden)
     num_results = len(work.x) if work.dispatch is not None else work.num_rows
     grad_y = work.x.new_zeros(num_results, work.x.shape[1])
@@ -180,6 +181,7 @@ def _choose(layer: MoE, x: Tensor) -> None:
         leaf = x.new_zeros(1, x.shape[1]).requires_grad_()
         reduced = layer.on_mesh is None
         scored = choose_at_once(fused, leaf, layer.losses, None, None, reduced=reduced)
+        # all that a loss may give a gradient to
         results = [scored.weight_N, *(scored.values or ())]
         if scored.sums is not None:
             results.append(scored.sums.probs_GE)

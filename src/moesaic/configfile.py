@@ -214,6 +214,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if type(None) in arguments:
         if value is None:
             return None
+        # None or a value of one other type
         others = [each for each in arguments if each is not type(None)]
         return _convert(value, others[0], where)
 
@@ -222,7 +223,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is float and is_whole_number:
         return _as_float(value, where)
 
-    kinds = arguments or (hint,)
+    kinds = arguments or (hint,)  # arguments of a union such as int | str
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if is_stray_bool or not isinstance(value, kinds):
         names = [str(_NAMES.get(each, each)) for each in kinds]

@@ -141,6 +141,7 @@ class CudaRecorder:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS - 1):
                 run()
+            # now torch raises an error where the host would wait
             mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -203,12 +204,14 @@ class CapturedMoE:
             name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
             for name, tensor in inputs.items()
         }
+        """By name, the inputs that the graphs read."""
         layer.step_counts = layer.step_counts.to(inputs["x"].device)
         counts = layer.step_counts.clone()  # which warming up and capturing add to
         self._parameters = [
             parameter for parameter in layer.parameters() if parameter.requires_grad
         ]
         self._mode = _mode(layer, inputs["x"])
+        """The mode of the capture; calls in others run the layer itself."""
         self._with_grad = torch.is_grad_enabled() and bool(self._leaves)
 
         recorder.warm_up(self._both)
@@ -223,7 +226,9 @@ class CapturedMoE:
 
         layer.step_counts.copy_(counts)
         self._state = self._memory()
+        """The layer's memory at the capture, which must not change."""
         self._calls = 0
+        """Number of replayed calls."""
         self._pending = 0
         """The number of the call whose activations the graph holds; 0 for none."""
 
@@ -239,6 +244,7 @@ class CapturedMoE:
         """
         given = {"x": x, "mask": mask, "token_ids": token_ids}
         if _mode(self.layer, x) != self._mode:
+            # the class's, since the layer's own `forward` may be this object
             return type(self.layer).forward(self.layer, **given)  # type: ignore[arg-type, return-value]
         self._check({name: tensor for name, tensor in given.items() if tensor is not None})
         with torch.no_grad():
@@ -250,7 +256,7 @@ class CapturedMoE:
         y, *losses = _Replay.apply(self, x, *self._parameters)
         is_half = compute_dtype(x.dtype, x.device) is torch.float16
         for loss in losses:
-            y = self.layer.inject_loss(y, loss, 1, is_half)
+            y = self.layer.inject_loss(y, loss, share=1, is_half=is_half)
         result: Tensor = y
         return result
 

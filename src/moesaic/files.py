@@ -132,6 +132,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     kind = kind_of(path)
     if kind not in (None, "a file"):
         raise _refused(path, str(kind))
+    # as long as a file's name may be
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
 
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
@@ -148,7 +149,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
         cause = system_error(error) if isinstance(error, Exception) else None
         if cause is None or cause.filename != str(aside):  # of the file that is copied, perhaps
             raise
-        # the name that a reader of the message knows
+        # with the name that a reader of the message knows
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
@@ -254,7 +255,7 @@ def put(source: Path, path: Path) -> None:
 def leftovers(path: Path) -> list[Path]:
     """Return the unfinished files that processes which were killed as they wrote `path` have left
     beside it."""
-    random_part = "[0-9a-f]" * 8
+    random_part = "[0-9a-f]" * 8  # the 4 bytes of `writing` in hexadecimal
     return entries(path.parent, f"{WRITING}{random_part}-{path.name}", typed=True)
 
 

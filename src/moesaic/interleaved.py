@@ -109,6 +109,7 @@ def _run_together(
     units = GatheredUnits()
     try:
         for batch in batches:
+            # FSDP2 must not free what the one that pauses still computes with
             for earlier in micro_batches:
                 earlier.holds = units.hold()
             newest = _MicroBatch(loss_of, batch, number + len(micro_batches))
@@ -160,6 +161,7 @@ class _MicroBatch(Generic[T]):
         self._greenlet.gr_context = copy_context()
         self._greenlet.gr_context.run(TURN.set, self.turn)
         self._arguments: tuple[Any, ...] = (loss_of, batch, seed)
+        """Those of `_run` for the first turn, which starts it; () afterwards."""
 
     @property
     def is_done(self) -> bool:
@@ -191,7 +193,7 @@ class _MicroBatch(Generic[T]):
     def stop(self) -> None:
         """End the micro-batch where it is, unless it has ended."""
         for _ in range(MOST_EXITS):
-            if self.is_done or not self._greenlet:
+            if self.is_done or not self._greenlet:  # false before it has started
                 return
             with self._own_state():
                 self._greenlet.throw()
@@ -201,7 +203,7 @@ class _MicroBatch(Generic[T]):
         """Run with this micro-batch's own state of torch, kept from turn to turn."""
         outside = TorchState.now()
         self._state.set()
-        for context in self.turn.contexts:
+        for context in self.turn.contexts:  # those that set attributes of modules
             context.resume()
         try:
             yield
@@ -222,7 +224,7 @@ def _run(loss_of: Callable[[T], Tensor], batch: T, seed: int) -> Tensor:
 def _weighed(turns: list[_Turn], scale: float) -> Iterator[None]:
     """Set the weight of the auxiliary losses, in the layers that ran, to `scale` unless
     `set_loss_scale` was called, and take it back."""
-    layers = {}
+    layers = {}  # by identity, since both turns may have run a layer
     for turn in turns:
         for key, layer in turn.injecting.items():
             if not layer.loss_scale_is_set:

@@ -404,12 +404,12 @@ class MoE(InjectsLosses, RoutingCached):
         """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the
         layer's own experts."""
         if self.on_mesh is not None and torch.is_grad_enabled():
-            self.experts.replaced.check()
+            self.experts.replaced.check()  # does an optimizer train parameters from before?
         x = call.x
         x_TD = x.reshape(-1, self.dim)
         top_k = self._top_k_of(call)
         capacity = self._capacity_of(call)
-        padded_rows = None
+        padded_rows = None  # rows per expert under a padded capacity
         if self.on_mesh is not None:
             padded_rows = self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
 
@@ -431,6 +431,7 @@ class MoE(InjectsLosses, RoutingCached):
             y = y_TD.view(x.shape)
 
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
+            # on a mesh the loss is of all ranks' tokens, and its gradient is averaged over dp
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
             is_float16 = compute_dtype(x.dtype, x.device) is torch.float16
             y = self.inject_loss(y, routed.loss, share, is_float16)
@@ -564,9 +565,9 @@ class MoE(InjectsLosses, RoutingCached):
         if self.routing_cache is not None:
             replay = self.routing_cache.read(self)
         is_counted = replay is None and self._is_training_call()
-        if self.on_mesh is not None:
+        if self.on_mesh is not None:  # DDP must ignore experts that differ between ranks
             self.on_mesh.refuse_ddp(self.experts.parameters())
-        elif is_counted:
+        elif is_counted:  # the ranks of DDP, if it wraps this call, are those to sum counts over
             self.data_ranks.note_wrapper()
 
         batch = self._token_info(call, is_counted=is_counted)
@@ -604,6 +605,7 @@ class MoE(InjectsLosses, RoutingCached):
             earlier_counts = self.step_counts.to(call.x.device)
             if is_counted and self.on_mesh is None:
                 purpose = f"the loss {step_losses[0].name}"
+                # sums counts over all ranks that train the layer
                 step_total = partial(self.data_ranks.total, purpose=purpose)
         return TokenInfo(
             valid_T=None if call.mask is None else call.mask.reshape(-1),
@@ -666,7 +668,7 @@ class MoE(InjectsLosses, RoutingCached):
         tokens = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         # one expert, whose rows end with the last token
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
-        result: Tensor = self.shared(tokens, None, ends).to(dtype)
+        result: Tensor = self.shared(tokens, None, ends).to(dtype)  # None: no routing weights
         if self.shared_gate is not None:
             result = result * self.shared_gate(tokens).sigmoid().to(dtype)
         return result if padding is None else result.masked_fill(padding, 0.0)
@@ -770,7 +772,7 @@ def balance_on_step(
         given = f"{type(optimizer).__name__} and {type(model).__name__}"
         raise InputError(f"balance_on_step takes an optimizer, then the model: got {given}")
     for module in model.modules():
-        if isinstance(module, AbstractExperts):
+        if isinstance(module, AbstractExperts):  # if it trains parameters that were replaced since
             module.replaced.refuse([optimizer])
     _set_data_ranks(model, group)
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))

@@ -201,7 +201,7 @@ def shard_over_data(
             experts_of[module] = layer.experts
     for old in before:
         new = getattr(old.owner, old.name)
-        if id(new) != old.number:
+        if id(new) != old.number:  # `number` is the id of the parameter that was there
             experts = experts_of.get(old.owner, layers[0].experts)
             experts.replaced.note(old, new)
 
@@ -224,7 +224,7 @@ def _shard_over_data(
         if over_edp is not None:
             gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
             shard(layer.experts, over_edp, dtype=gather_dtype)
-            layer.experts.mark_all()
+            layer.experts.mark_all()  # FSDP2's parameters, as those that they replace
         elif edp == 1 and dp > 1:  # nobody sums these gradients, but they are divided by dp too
             layer.experts.mark(partial(_divide_gradient, dp=dp))
 
@@ -238,11 +238,14 @@ def _shard_over_data(
     if over_dp is None:
         return
 
+    # experts are in units of their own or, if nothing shards them, in none
     in_units: set[nn.Parameter] = set()
     for layer in layers:
         in_units |= set(layer.experts.parameters())
+    # experts that are no FSDP2 units must not become part of the units around them
     leave_out = in_units.copy() if over_edp is None else set()
     for unit in (*units, model):
+        # whether any of its parameters is in no inner unit
         has_own = not in_units.issuperset(unit.parameters())
         shard(unit, over_dp, leave_out=leave_out)
         in_units |= set(unit.parameters())
@@ -326,6 +329,7 @@ class StepSwitches:
     def before_pass(self, *, is_last: bool, reduces: bool) -> None:
         """Prepare for a micro-batch: gradients are reduced in it if `reduces` or if it is the last
         one, and between replicas in the last one alone."""
+        # each unit sets its own switches, since all of them are in the list
         for unit in self.units:
             unit.set_requires_gradient_sync(is_last or reduces, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)
@@ -377,7 +381,7 @@ def step_switches(modules: Iterable[nn.Module], *, keeps: bool) -> Iterator[Step
             for unit in switches.units:
                 unit.set_reshard_after_forward(False, recurse=False)
         yield switches
-    except BaseException:  # left early, too
+    except BaseException:  # an unfinished step: an error, or the caller left its loop early
         switches.drop()
         raise
     finally:
@@ -413,11 +417,13 @@ def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
     """Refuse an output that has tensors with a gradient, but none that FSDP2 finds; a hook of a
     unit's forward pass."""
     parts = tree_leaves(output)
+    # torch's `tree_leaves` and FSDP2 open the same containers: these FSDP2 finds
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
     for part in parts:
         if isinstance(part, Tensor) or (is_dataclass(part) and SEES_DATACLASSES):
             continue
+        # what FSDP2 does not look into: the attributes of an object
         if is_dataclass(part):
             names = [field.name for field in fields(part)]
         else:
@@ -467,9 +473,10 @@ def _shard(
 ) -> None:
     """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh`, of
     (replicas, shards) or shards alone, and divided by `divide_by`."""
-    replicas = None
+    replicas = None  # the group over which a hook sums, in a dtype of its own
     if replica_dtype is not None and mesh.ndim == 2:  # FSDP2 sums over both in one dtype
         replicas = mesh.get_group(0)
+        # the shards alone
         mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
     num_shards = mesh.size(-1)
     gate_and_up = set(_gate_and_up_parameters(module))
@@ -655,7 +662,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
         norm: their norm, from `gradient_norm`.
         limit: the largest allowed norm.
     """
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # torch adds the same, against norms of 0
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for dtype in {part.dtype for part in parts}:
         same_dtype = [part for part in parts if part.dtype == dtype]

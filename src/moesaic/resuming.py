@@ -47,7 +47,7 @@ def checksum(path: Path, *, at_most: int | None = None) -> str:
     """
     digest = hashlib.sha256()
     with open_file(path, at_most=at_most) as file:
-        while block := file.read(1 << 20):
+        while block := file.read(1 << 20):  # a mebibyte
             digest.update(block)
     return digest.hexdigest()
 
@@ -100,6 +100,7 @@ class Checkpoints:
         """Return the step in a checkpoint's name."""
         match = self.name.fullmatch(path.name)
         assert match is not None
+        # the group that matched, since the name of a replaced one may have the step in another
         return int(match[match.lastindex or 1])
 
     def is_own(self, name: str) -> bool:

@@ -214,6 +214,7 @@ class ModelShape:
             return {}
         step_fields: dict[str, float] = {"attention_parameters": attention_parameters}
         if self.block.head_dim is not None:
+            # a query with half of the keys on average, and their weights with the values
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
         return step_fields
 
@@ -230,19 +231,20 @@ class ModelShape:
         keys = self.kv_heads * self.head_dim
         is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
         per_norm = 2 if on_cpu and block.norm == "rms" else 1  # values kept per value of a norm
-        around = 2 * per_norm * self.dim
+        around = 2 * per_norm * self.dim  # of the block's two norms
         if self.conv_width > 1:
             around += self.dim
 
-        # the results of the projections, which attention or what lies between reads
+        # the results of the projections, which attention or what lies between reads: keys, values
+        # and, if one projection makes all three, queries
         projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
             projected += (queries + keys) * (per_norm - 1)
-            if is_split:
+            if is_split:  # the input of the queries' norm
                 projected += queries
         if block.positions == "rotary":
             projected += queries + keys
-        elif is_split or block.qk_norm:
+        elif is_split or block.qk_norm:  # the queries that attention reads
             projected += queries
 
         results = 2 * queries if on_cpu else queries

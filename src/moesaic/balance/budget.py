@@ -76,6 +76,7 @@ class MemoryBudget:
         self.num_experts = num_experts
         self.costs = costs or Rates()
         self.use = BudgetUse()
+        """The statistics since the last `take`."""
         self._holders: dict[bytes, np.ndarray] = {}
         """`holders_of` the programs that were cut, by their digest."""
 
@@ -104,7 +105,7 @@ class MemoryBudget:
             return compiled, replicated, None
 
         rows_before = 0 if replicated is None else replicated.total
-        experts = call.experts()
+        experts = call.experts()  # sizes, from which the bytes follow
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
         options = list(self._options(compiled, replicated, load, call, budget))
         if not options:
@@ -156,13 +157,14 @@ class MemoryBudget:
         chunks = compiled.plan.chunks
         node_tokens = None
         if compiled.is_multicast:
-            # the tokens of each origin that visit each node (or other level of the multicast)
+            # by level of the multicast, which has a number of destinations (nodes, ep ranks): the
+            # tokens of each origin that visit each destination
             copies_by_level = [
-                copies.reshape(len(copies), places, -1).sum(2)
-                for places in compiled.grid.cast_levels
+                copies.reshape(len(copies), destinations, -1).sum(2)
+                for destinations in compiled.grid.cast_levels
             ]
             copies_there = np.concatenate(copies_by_level, axis=1)
-            visits = np.minimum(copies_there, call.tokens[:, None])
+            visits = np.minimum(copies_there, call.tokens[:, None])  # a token visits at most once
             visits_per_chunk = -(-visits // chunks)  # rounded up
             node_tokens = np.repeat(visits_per_chunk[:, :, None], chunks, axis=2)
         return compiled.sizes(
@@ -185,6 +187,7 @@ class MemoryBudget:
             # A program that may replicate holds more bytes even in calls that replicate nothing.
             if replicated is not None or compiled.digest != bare.digest:
                 ways.append((bare, None))
+            # a program that can replicate more: that of the call if it replicates, else the plan's
             replicating = compiled if compiled.replicates else self.compiled
             rows, most_slices = self._rows_that_fit(call, budget)
             tables = fitting_tables(load, replicated or NOTHING, rows, most_slices)
@@ -202,8 +205,8 @@ class MemoryBudget:
         return self.compiled.under(replace(plan, replication=NO_REPLICATION))
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
-        """Return about how many rows at the experts of a rank fit the budget, and how many times
-        that the busiest rank has.
+        """Return about how many rows at the experts of a rank fit the budget, and in how many
+        slices of so many rows those of the busiest rank fit.
 
         Both are without replication.
         """
@@ -241,6 +244,7 @@ class MemoryBudget:
         if whole_bytes <= budget:
             yield whole
             return
+        # what slices hold whatever their number of rows: more slices do not help against that
         no_rows = self._cut(compiled, replicated, _without_copies(call), None)
         peaks_without_rows, _ = self._slices(compiled, no_rows, call)
         least_bytes = peaks_without_rows.max()
@@ -345,7 +349,7 @@ def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
         kept: (slices, world) bytes that each slice keeps for backward.
         budget: bytes that each rank may hold.
     """
-    for count in range(2, len(peak) + 1):
+    for count in range(2, len(peak) + 1):  # the first one can always be kept
         # the last slice runs first: while a slice runs, those after it are kept
         kept_after = kept[:count].sum(0) - kept[:count].cumsum(0)
         if (peak[:count] + kept_after).max() > budget:
@@ -380,7 +384,8 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
         origin = np.concatenate([piece.origin for piece in pieces])
         expert = np.concatenate([piece.expert for piece in pieces])
         chunk = np.concatenate([piece.chunk for piece in pieces])
-        # 0 for copies at home, whatever their chunk; 1 + p for those replicated to place p
+        # 0 for copies at home, which have the chunks below num_chunks; 1 + p for those replicated
+        # to place p, which have the chunk num_chunks + p
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
         earlier = np.unique(holders[origin, expert, part])
         earlier = earlier[earlier >= 0]

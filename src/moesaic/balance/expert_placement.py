@@ -168,6 +168,7 @@ class ExpertSeconds:
             receives[origins] += spent.sum(0).reshape(-1)
 
         busiest = max(sends.max(), receives.max())
+        # `passes`: how often a row crosses the link, there and back, again for gradients
         travel = rates.passes * load.dim * rates.element_bytes * busiest
         return float(load.busiest(place) * flops_per_row / (rates.tflops * 1e12) + travel)
 
@@ -312,7 +313,7 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
         slowness: (edp, ep), relative time of a row at each place.
     """
     steps = [start]
-    while len(steps) <= 4 * len(start):
+    while len(steps) <= 4 * len(start):  # a bound on the time
         place = steps[-1]
         load = _loads(weight, place, slowness.shape[1])
         times = load * slowness
@@ -377,7 +378,8 @@ def fewest_between_nodes(
         fits = (times <= limit).all(0)
         is_possible = fits & fits.T & (place[:, None] != place[None, :])
 
-        # further rows between nodes if the first one goes to the second one's place
+        # (experts, experts): further rows between nodes if the first one goes to the second one's
+        # place
         cost = crossing[:, place] - crossing[experts, place][:, None]
         saved = np.where(is_possible, -(cost + cost.T), -np.inf)
         one, other = np.unravel_index(saved.argmax(), saved.shape)

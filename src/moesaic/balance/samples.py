@@ -372,6 +372,7 @@ class TwoStage(AbstractPlacer):
         placement = _by_replica(load, self._placed)
         before = load.volume(load.homes)
         after = load.volume(placement)
+        # compares rows between nodes first, those within nodes if these are equal
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
         rows_before = before.intra
@@ -382,8 +383,8 @@ class TwoStage(AbstractPlacer):
         return placement if rows_saved >= self.least_gain * rows_before else load.homes
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Return the rank of each sample: a node by the rows between nodes, then a rank on it by
-        the others."""
+        """Return the rank of each of the `samples`, all those of the replica whose `ranks` are
+        given: a node by the rows between nodes, then a rank on it by the others."""
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
         home = load.homes.rank[samples]
         slots = load.homes.slots
@@ -472,7 +473,8 @@ class Weighed(TwoStage):
         return placements[best] if gains_enough else load.homes
 
     def _by(self, weight: float, load: SampleLoad) -> Homes:
-        """Return the best placement for one weight of the links within nodes."""
+        """Return the best placement for one weight of the links within nodes, from 0 to 1; those
+        between nodes have the rest of 1."""
         intra, inter = load.rows
         intra_time, inter_time = self.rates
         cost = weight * intra_time * intra + (1 - weight) * inter_time * inter
@@ -525,14 +527,14 @@ def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
     step is the cost of the cheapest sample to shift from one place to the next.
     """
     place = cost.argmin(1)
-    filled = np.bincount(place, minlength=len(room))
+    filled = np.bincount(place, minlength=len(room))  # samples at each place
     shifts = _Shifts(cost, place)  # changes `place`
     while (filled > room).any():
         distance, previous = _shortest(shifts.cost, filled > room)
         infinite = np.iinfo(np.int64).max
         target = int(np.where(filled < room, distance, infinite).argmin())
         filled[target] += 1
-        # back along the path from the place with room to the overfull one
+        # back along the path from the place with room to the overfull one, before which -1 stands
         while previous[target] >= 0:
             source = int(previous[target])
             shifts.shift(source, target)

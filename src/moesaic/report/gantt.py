@@ -143,6 +143,7 @@ def _draw(
         **text: options of plotly's bars.
     """
     name, length = unit
+    # 96 pixels are for the axis, the margins and the first line of the legend
     further_legend_lines = (len(colours) - 1) // _NARROW
     height = 96 + _ROW * max(len(rows), 1) + _LEGEND * further_legend_lines
     chart = figure(f"time ({name})", "", height=height, legend=True, categoryorder="array")
@@ -201,7 +202,8 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
         Picture(title, in_words(timeline), gantt(timeline, until))
         for title, timeline in timelines.items()
     ]
-    return charts_page(path, "timeline", title or " and ".join(timelines), NAMES, charts)
+    title = title or " and ".join(timelines)
+    return charts_page(path, what="timeline", title=title, lead=NAMES, charts=charts)
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
@@ -264,12 +266,14 @@ def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline])
     """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
     shares = _shares_of(job)
     parts = defaultdict(float, best.estimate.parts)  # seconds of a step
-    parts["routing"] += parts["small kernels"] + parts["launches"]
+    parts["routing"] += parts["small kernels"] + parts["launches"]  # drawn as one
     now = 0.0
     for part, what, length in _order(job):
+        # of a step's seconds, those of one micro-batch, of which this is `length` shares
         seconds = length * parts[part] / job.accumulation / shares[part]
         if part.startswith("moe "):
             timeline = timelines[part.removeprefix("moe ")]
+            # the timeline, stretched to the seconds that the layer has in the step
             scale = seconds / timeline.makespan if timeline.makespan else 0.0
             for row, start, end in _busy(timeline):
                 yield Bar(row, part, what, start=now + scale * start, end=now + scale * end)
@@ -292,7 +296,7 @@ def _shares_of(job: Job) -> dict[str, int]:
         "attention": (2 + forwards) * model.num_layers,
         "dense": (2 + forwards) * max(num_dense, 1),
         "shared experts": (2 + forwards) * num_sparse,
-        "parameters": 2 * model.num_layers,
+        "parameters": 2 * model.num_layers,  # before and after each block
         "routing": num_sparse,
         "moe forward": forwards * num_sparse,
         "moe backward": num_sparse,
@@ -301,7 +305,10 @@ def _shares_of(job: Job) -> dict[str, int]:
 
 
 def _order(job: Job) -> Iterator[tuple[str, str, int]]:
-    """Yield (part, description, length in forward passes) of a micro-batch's activities in turn."""
+    """Yield (part, description, length in forward passes) of a micro-batch's activities in turn.
+
+    "parameters" is waiting for those of the next block, or for the gradients of a block to leave.
+    """
     model = job.model
 
     def forward(block: int, what: str) -> Iterator[tuple[str, str, int]]:

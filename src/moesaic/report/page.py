@@ -221,7 +221,7 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
         loss = run.over_steps("loss")
         validation = run.over_steps("val_loss")
         all_losses += [*loss.values, *validation.values]
-        if len(validation) > 2:
+        if len(validation) > 2:  # the first of one or two may be the last, too
             first_validations.append(validation.values[0])
         name = f"{run.name}, training"
         chart.add_trace(
@@ -233,6 +233,7 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
     chart.add_traces(validation_lines)  # in front
 
     if first_validations:
+        # from a little above the first validation, at which the loss has fallen, to the smallest
         low = min(all_losses)
         highest = max(first_validations)
         high = highest + 0.12 * (highest - low)
@@ -425,6 +426,7 @@ def _busiest(steps: Sequence[int], layers: Layers) -> go.Figure:
             continue
         loads = []
         for layers_of_line in layers:
+            # for each layer, the copies that each place of ep computes
             rows_by_layer = [rows for rows in _having(name, layers_of_line) if any(rows)]
             relative = [max(rows) * len(rows) / sum(rows) for rows in rows_by_layer]
             loads.append(_mean(relative, empty=1.0))
@@ -449,7 +451,7 @@ def _bytes_moved(steps: Sequence[int], layers: Layers) -> go.Figure:
 
 def _options(steps: Sequence[int], layers: Layers) -> go.Figure:
     """Draw how often each option of the arbiter was chosen, as a share of the calls."""
-    calls_by_line = []  # of each option, over all layers
+    calls_by_line = []  # for each line, option -> its calls, over all layers
     for layers_of_line in layers:
         calls = Counter[str]()
         for calls_of_layer in _having("options", layers_of_line):
@@ -492,6 +494,7 @@ def plans_section(run: RunSummary) -> Section | None:
     )
     rows = []
     for entry in plans:
+        # a bucket is the number of a range of loads
         for step, why, bucket, plan in entry["decisions"]:
             rows.append((str(step), why, str(bucket), plan))
     table = Table(("Step", "Why", "Load", "Plan from then on"), rows[-SHOWN:])

@@ -87,10 +87,10 @@ def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
     folded = {"The answer in sentences": answer.lines, "Where the numbers come from": sources}
     return charts_page(
         path,
-        "plan",
-        title,
-        _lead(answer),
-        _pictures(answer, named),
+        what="plan",
+        title=title,
+        lead=_lead(answer),
+        charts=_pictures(answer, named),
         cards=tiles(answer),
         table=ranking(named),
         folded=folded,
@@ -157,12 +157,13 @@ def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Pict
 
     gib_by_use = {}
     for name, planned in named.items():
-        memory = vars(planned.memory)
+        memory = vars(planned.memory)  # use -> bytes
         gib_by_use[name] = {use: size / GIB for use, size in memory.items()}
     limit = cluster.device.memory_gib
     caption = f"GiB by use; the line marks the device's memory, {limit:g} GiB."
     pictures.append(Picture("Memory of a rank", caption, stacked(gib_by_use, "GiB", limit=limit)))
 
+    # the sizes of an MoE layer as the plan splits it
     layer = best.split.of(answer.job).step_model(cluster, best.grid.dp).layer
     caption = (
         "The device's rate over the rows of a product: bounded by memory bandwidth times "
@@ -177,7 +178,7 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     """Return the headline numbers of the best plan."""
     best = answer.result.best
     speed = answer.speed
-    low, high = speed.interval
+    low, high = speed.interval  # of tokens per second
     slow = _time(best.seconds * speed.tokens_per_second / low)
     fast = _time(best.seconds * speed.tokens_per_second / high)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
@@ -247,6 +248,7 @@ def stacked(
         unit: unit of the values.
         limit: where to draw a vertical line; None for no line.
     """
+    # in pixels: 34 a bar, and 140 for axis, legend and margins
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
     all_parts: dict[str, None] = {}  # each once
     for parts in named.values():
@@ -265,12 +267,14 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate
     reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
-    weights = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
+    weights = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)  # of a shard
+    # the copies of all data-parallel groups for an expert, which its edp copies share
     plan_rows = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
 
     def reached(rows: np.ndarray) -> np.ndarray:
         """Return the rate reached in TFLOP/s, (rows,)."""
         weight_bytes = weights * layer.element_bytes
+        # a product and a sum for each weight and row
         seconds = rates.product_seconds(rows, 2 * weights, weight_bytes, grouped=True)
         rate: np.ndarray = rows * 2 * weights / seconds / 1e12
         return rate

@@ -2,6 +2,10 @@
 
 A line of metrics says how long each rank's programs computed and waited since the previous line,
 not when: within the steps of a line, computing comes first here, then the waits for each rank.
+
+In a Chrome trace an event has a kind, "ph": "X" is a span, "M" names a process. "pid" is the number
+of its process, here a run, and "tid" that of its row, here a rank; "ts" and "dur" are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ def _events(run: RunSummary, number: int) -> Iterator[dict[str, Any]]:
     for line in run.lines:
         if line.get("kind") != "train" or not isinstance(line.get("seconds"), float):
             continue
+        # lists by rank: "seconds", "compute", and "waited" for each other rank
         times = line["ranks"] if has_rank_times(line.get("ranks")) else None
         num_ranks = len(times["seconds"]) if times else 1
         steps = f"steps {step_before + 1} to {line['step']}"

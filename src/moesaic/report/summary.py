@@ -50,6 +50,7 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     if world < 2:
         return []
     tables = [table for table in tables if len(table["compute"]) == world][-LINES:]
+    # sums over these lines: the mean rank's seconds, (world,) of working, (world, world) of waiting
     seconds = float(np.mean(np.sum([table["seconds"] for table in tables], 0)))
     compute = np.sum([table["compute"] for table in tables], 0)
     waited = np.sum([table["waited"] for table in tables], 0)
@@ -69,7 +70,7 @@ def _slow_ranks(seconds: float, compute: np.ndarray) -> dict[int, str]:
     """
     phrases = {}
     for rank in range(len(compute)):
-        usual = median(np.delete(compute, rank))
+        usual = median(np.delete(compute, rank))  # of the other ranks
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             phrases[rank] = (
                 f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as "
@@ -113,6 +114,7 @@ def _slow_links(seconds: float, waited: np.ndarray, slow: set[int]) -> Iterator[
         ]
         usual = median(other_waits) if other_waits else 0.0
         wait = waited[rank, peer]
+        # of the two directions, only the one that waits longer
         if wait > max(WAITS * seconds, APART * usual) and wait >= waited[peer, rank]:
             yield (
                 f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its "

@@ -41,7 +41,8 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
     if len(shown) < len(loads):
         left_out = f" The charts show {len(shown)} of {len(loads)} layers."
     lead = f"{trace_in_words(trace)}.{left_out}"
-    return charts_page(path, "trace", Path(trace.name).name, lead, pictures)
+    title = Path(trace.name).name
+    return charts_page(path, what="trace", title=title, lead=lead, charts=pictures)
 
 
 def violations(steps: Sequence[int], loads: Sequence[LayerLoad]) -> go.Figure:

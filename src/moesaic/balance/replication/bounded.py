@@ -107,6 +107,7 @@ def _fitted(
     """Return a table of replicated copies that fits every place; None if the search finds none. It
     starts from `initial`; the rest is as for `within_budget`."""
     giving = Giving(replica, initial)
+    # the room below is that of all slices together; a replicated expert takes memory in each
     weights = slices * HELD * rows_for_weights(replica.load)
     # at most as many steps as there are pairs of an expert and a helper
     for _ in range(giving.helped.size):
@@ -173,7 +174,8 @@ def seconds(
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
         repeat_seconds += replica.row_bytes * replica.fullest(rows)
 
-        # each further slice starts messages to all other places
+        # each further slice starts messages to all other places, for each transfer of rows and for
+        # dispatching once more
         other_places = len(rows) - 1
         messages = (slices - 1) * (replica.costs.passes + 1) * other_places
         start_up = messages * costs.inter_latency_us * 1e-6

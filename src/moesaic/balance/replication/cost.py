@@ -217,6 +217,7 @@ class ReplicaLinks:
         first = self.origins[:, 0]
         shares_link = self.origins // ranks_per_link == (first // ranks_per_link)[:, None]
         shards_on_link = shares_link.sum(1)
+        # a link that ranks share has the rates of all of them
         seconds = 8 * shards_on_link / (ranks_per_link * gbps * 1e9)
         return np.stack(np.broadcast_arrays(seconds[:, None], seconds[None, :]))
 
@@ -272,6 +273,7 @@ class ReplicaLoad:
     @cached_property
     def seconds_per_copy(self) -> float:
         """Seconds of the products of one copy, forward and backward."""
+        # a product and a sum for each weight
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
         products = 3 if self.costs.backward else 1  # gradients of input and of weights
         return flops * products / (self.costs.tflops * 1e12)
@@ -305,12 +307,12 @@ class ReplicaLoad:
         relay_gets[home, expert, via[home, helper]] = True
         to_relays = relay_gets.sum(1)
 
-        relay_and_helper = via * ep + np.arange(ep)
+        relay_and_helper = via * ep + np.arange(ep)  # (home, helper): number of the pair
         from_relays = np.bincount(
             relay_and_helper.reshape(-1), weights=direct.reshape(-1), minlength=ep * ep
         )
         weights: np.ndarray = to_relays + from_relays.reshape(ep, ep).astype(np.int64)
-        np.fill_diagonal(weights, 0)
+        np.fill_diagonal(weights, 0)  # a home or a helper that is the relay
         return weights
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
@@ -363,12 +365,13 @@ class ReplicaLoad:
         return computed * self.seconds_per_copy
 
     def travel_seconds(self, rows: Seconds) -> Seconds:
-        """Return the seconds of all transfers of rows on the fullest link; see `closed_form`."""
+        """Return the seconds of all transfers of rows on the fullest link, there, back, and again
+        for gradients; see `closed_form`."""
         return self.costs.passes * self.row_bytes * rows
 
     def fetch_seconds(self, weights: Seconds) -> Seconds:
-        """Return the seconds of weights and their gradients on the fullest link; see
-        `closed_form`."""
+        """Return the seconds of weights and their gradients on the fullest link, half as many
+        transfers as rows have; see `closed_form`."""
         return self.costs.passes / 2 * self.weight_bytes * weights
 
     def fullest(self, moved: np.ndarray) -> float:

@@ -38,7 +38,7 @@ def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
     """
     holds = redundant_places(replica, np.full(len(replica.origins), per_place))
     share = replica.copies.sum(0) // holds.sum(1)
-    helps = holds
+    helps = holds  # less the homes, which are taken out in place
     helps[np.arange(len(holds)), replica.load.home] = False
     return from_tables(replica, np.where(helps, share[:, None], 0))
 

@@ -169,6 +169,7 @@ def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[s
         InputError: if the plan without replication does not fit.
     """
     programs = {}
+    # the mesh as it is before a plan with gathered weights splits its etp in two factors
     plans = policy.option_plans(compiled.plan, replace(compiled.grid, etp_inner=1))
     for name, plan in plans.items():
         try:

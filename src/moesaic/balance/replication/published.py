@@ -82,6 +82,7 @@ class Published(AbstractReplicaPolicy):
         rates = ShadowRates(
             copy=replica.seconds_per_copy,
             trip=replica.costs.passes * replica.row_bytes * slowest,
+            # half of the passes: weights go out, and their gradients come back
             weights=replica.costs.passes / 2 * replica.weight_bytes * slowest,
         )
         experts = shadows_of(replica.copies, load.home, rates)

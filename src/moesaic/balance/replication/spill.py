@@ -67,6 +67,7 @@ class Giving:
         self._given = list[tuple[int, int, int, int]]()
         """Origin, expert, helper and amount of each replication since."""
         self._staying = initial.staying(replica.copies)
+        """(places, num_experts) int64: the copies of each place that stay at their homes."""
         self.helped = initial.helped(len(self._home), len(self._places))
         """(num_experts, ep) bool: whether an expert is replicated to a place."""
         at_home = np.bincount(self._home, self._staying.sum(0), len(self._places))
@@ -98,9 +99,10 @@ class Giving:
         room_left = room - new_weights
         may_take_expert = self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)
         may_help = may_take_expert & (self._places != giver)
-        least = np.iinfo(np.int64).min
+        least = np.iinfo(np.int64).min  # in place of the room where a place may not help
         helper = int(np.where(may_help, room_left, least).argmax())
 
+        # a new replica's weights take memory at the giver too
         excess = new_weights[helper] - room[giver]
         copies_left = self._staying[:, expert].sum()
         amount = int(min(room_left[helper], excess, copies_left))

@@ -46,7 +46,7 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     home = replica.load.home
     ep = len(replica.origins)
     per_place = replica.load.num_experts // ep
-    at_home = replica.copies.reshape(ep, ep, per_place).sum(2)
+    at_home = replica.copies.reshape(ep, ep, per_place).sum(2)  # (origins, homes)
     if replicated.is_empty:
         nothing = np.zeros((ep, ep), dtype=np.int64)
         return Rows(at_home, nothing, nothing)
@@ -91,7 +91,7 @@ def shadows(
     if not len(place):
         return NOTHING
     amount = replica.copies[place, expert]
-    seconds = _prefix_seconds(replica, place, expert, amount)
+    seconds = _prefix_seconds(replica, place, expert, amount)  # [n]: of the first n pairs
     if whole:  # no prefix that ends within the pairs of one expert
         is_within_expert = expert[1:] == expert[:-1]
         seconds[1:-1][is_within_expert] = np.inf
@@ -186,6 +186,7 @@ def _ranked(
     ep, num_experts = away.shape
     copies = away.reshape(-1)  # pair p is that of place p // num_experts
     if whole:
+        # all pairs of the hottest experts, expert by expert
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         first_of_place = np.arange(ep) * num_experts
         pairs = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
@@ -334,20 +335,21 @@ def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
 
 def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     """Return the table of one replica of the experts with ranks, not places, as origins."""
-    ranks = replica.origins.shape[1]
-    experts = replica.load.num_experts
-    if ranks == 1 or replicated.is_empty:
+    ranks_per_place = replica.origins.shape[1]
+    num_experts = replica.load.num_experts
+    if ranks_per_place == 1 or replicated.is_empty:
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
-    # a cell is an origin and an expert that occur in the table
+    # a cell is an origin, here a place, and an expert that occur in the table
     cells, cell_of_entry = np.unique(
-        replicated.origin * experts + replicated.expert, return_inverse=True
+        replicated.origin * num_experts + replicated.expert, return_inverse=True
     )
-    origin, expert = np.divmod(cells, experts)
+    origin, expert = np.divmod(cells, num_experts)
 
+    # the copies of each cell by helper and by rank of its origin, laid end to end
     by_helper = np.zeros((len(cells), len(replica.origins)), dtype=np.int64)
     np.add.at(by_helper, (cell_of_entry, replicated.helper), replicated.amount)
     by_rank = replica.load.copies[replica.origins[origin], expert[:, None]]
-    shared = _overlaps(by_rank, by_helper)
+    shared = _overlaps(by_rank, by_helper)  # (cells, ranks of a place, helpers)
 
     cell, rank, helper = np.nonzero(shared)
     return Replications(

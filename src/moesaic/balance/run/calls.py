@@ -93,7 +93,8 @@ class BalancedCalls(AbstractCallPolicy):
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
         """Decisions of a policy that has a choice, until `take` returns them."""
         self._decided_by_call = WeakIdKeyDictionary()
-        """The decision of each call that may still be recomputed."""
+        """The decision of each call that may still be recomputed, by the `by_rank` of its routing's
+        record, a tensor that the recomputation shares."""
 
     @property
     def digest(self) -> bytes:
@@ -140,6 +141,7 @@ class BalancedCalls(AbstractCallPolicy):
 
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
         """Keep the decision of a call for its recomputation and for `take`."""
+        # the class's `moved` instead, since the decision's own keeps the loads alive
         self._decided_by_call[record.by_rank] = replace(decision, moved=CallDecision.moved)
         if self._moves is not None:
             self._moves.note_others(decision)
@@ -156,7 +158,7 @@ class BalancedCalls(AbstractCallPolicy):
             return False
         if move.stays is not None:  # a recomputation
             return move.stays
-        if move.goal is not None:
+        if move.goal is not None:  # the homes after the layer are fixed
             move.stays = move.before.same_as(move.goal)
         else:
             move.stays = not self._moves.prefers_moving()
@@ -177,6 +179,7 @@ class BalancedCalls(AbstractCallPolicy):
             return
         decision = self._chooser.choose(self._load(copies, units))
         self._note(record, decision)
+        # instead of the policy's decision, which `_note` has appended
         self._decisions[-1] = self._moves.note_move(move, decision, self._dim)
 
     def take(self) -> list[CallDecision]:
@@ -246,7 +249,7 @@ class MoveArbiter:
             The decision to move, in the policy's form.
         """
         self.note_others(decision)
-        if move.goal is None:
+        if move.goal is None:  # where samples go is decided, not fixed
             self._tried = move, decision.seconds.get(ALONE, 0.0), dim
         traffic_of = decision.moved
 
@@ -268,7 +271,7 @@ def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
         dim: width of a token.
     """
     unmoved, moved = move.volumes()
-    passes = 2 if costs.backward else 1
+    passes = 2 if costs.backward else 1  # a row is sent, and its gradient
     row_bits = 8 * dim * costs.element_bytes * passes
     intra_saved = unmoved.intra - moved.intra
     inter_saved = unmoved.inter - moved.inter

@@ -113,10 +113,10 @@ def _parameter_slots(
         descriptions.append(f"{tensor_name} {value.dtype} {tuple(value.shape[1:])}")
 
     shards = 1
-    if is_dtensor(parameter):  # ep and etp are its last axes
+    if is_dtensor(parameter):  # ep and etp are its last axes, those of data parallelism the others
         device_mesh = parameter.device_mesh
         for axis, place in enumerate(parameter.placements[:-2]):
-            if getattr(place, "dim", None) == 0:
+            if getattr(place, "dim", None) == 0:  # it splits the dimension of experts
                 shards *= device_mesh.size(axis)
     slots = [[tensor[row] for tensor in tensors] for row in range(rows)]
     return ExpertSlots(slots, f"{name}: {', '.join(descriptions)}", shards)
@@ -147,6 +147,7 @@ def _belongings(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that belongs to a parameter, with a name, in the same order on all
     ranks."""
+    # the parameter and its master copy, each with its gradient and its optimizer state
     copies: list[tuple[str, Tensor]] = [("weight", parameter)]
     if parameter in masters:
         copies.append(("master", masters[parameter]))
@@ -347,12 +348,15 @@ class ExpertPlacement:
         self._placer = placer or Balanced()
         self._masters = masters or {}
         self._layers = [layer.experts for layer in layers]
+        """The experts of each layer."""
         self._orders = [_order_of(layer) for layer in layers]
+        """The order of each layer, which also sums its load."""
         self._speeds = speeds
         for experts, order in zip(self._layers, self._orders):
-            order.watches = True
-            order.guard(experts)
+            order.watches = True  # it sums the load of calls from now on
+            order.guard(experts)  # refuses `state_dict` unless experts are in their own slots
         self._steps = 0
+        """Optimizer steps so far."""
 
     @property
     def orders(self) -> list[np.ndarray]:
@@ -480,7 +484,7 @@ class ExpertPlacement:
         return [
             ExpertLoad(
                 grid=grid,
-                copies=order.take(grid) / self.every,
+                copies=order.take(grid) / self.every,  # summed since the last decision
                 order=order.experts,
                 dim=experts.dim,
                 expert_parameters=_shard_parameters(experts, grid.etp),
@@ -513,7 +517,7 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
         first_expert = next(experts.experts.children())
         return sum(parameter.numel() for parameter in first_expert.parameters())
     total = 0
-    for parameter in experts.parameters():
+    for parameter in experts.parameters():  # (experts, ...); a DTensor counts those of all ranks
         shards = etp if is_dtensor(parameter) else 1
         total += parameter.numel() // len(parameter) // shards
     return total

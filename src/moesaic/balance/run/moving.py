@@ -144,9 +144,9 @@ def _run_moved(
     if move.rests or (isinstance(on_mesh.calls, BalancedCalls) and on_mesh.calls.stays(move)):
         return None
     moved = _MovedCall.of(layer, on_mesh, call, move, residual)
-    if moved.is_direct:
+    if moved.is_direct:  # do all ranks run the same programs?
         on_mesh.check_digests(call.routed)
-    if move.copies is None:
+    if move.copies is None:  # not a recomputation, which repeats the decision
         moved.decide(has_residual=residual is not None)
     return moved.deliver() if moved.is_direct else None
 
@@ -190,9 +190,10 @@ class _MovedCall:
         """Return a call with this rank's copies, and with the residual if it can ride along."""
         experts = layer.experts
         plain = bare_of(on_mesh.calls)
-        programs = None
+        programs = None  # those that send results to the new homes, if the plan allows it
         if call.padded_rows is None:
-            programs = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+            _, common_names = experts.names
+            programs = move.relocator.compiled(plain, bias=bool(common_names))
 
         # The shared expert's result is sent separately anyway, and the residual is added to it.
         riding = residual if layer.shared is None and programs is not None else None
@@ -229,9 +230,9 @@ class _MovedCall:
         is_alone = copies_of_token.view(-1, move.length) == 0  # (slots, tokens of a sample)
 
         move.decide(
-            move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
-            is_alone.sum(1),
-            move.predict(
+            copies=move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
+            alone=is_alone.sum(1),
+            predicted=move.predict(
                 x_TD,
                 None if mask is None else mask.reshape(-1),
                 None if token_ids is None else token_ids.reshape(-1),
@@ -264,13 +265,15 @@ class _MovedCall:
             expert=self.copies.slot,
             gates=self.copies.gates,
             node_tokens=None,
-            copies=move.copies.sum(1),
+            copies=move.copies.sum(1),  # of all samples of a rank: (world, num_experts)
             tokens=np.full(self.on_mesh.grid.world, self.num_tokens),
             num_tokens=self.num_tokens,
             dtype=compute_dtype(x.dtype, x.device),
             choose=partial(self._programs, computing),
         )
-        y = self.on_mesh.run_experts(computing, x, self.call.routed, None, inputs)
+        y = self.on_mesh.run_experts(
+            computing, x, self.call.routed, padded_rows=None, inputs=inputs
+        )
         return y if self.riding is None else _add_residuals_left_behind(y, x, token, move)
 
     def _programs(self, experts: AbstractExperts, counted: CountedCall) -> Chosen:
@@ -281,7 +284,8 @@ class _MovedCall:
         if isinstance(self.on_mesh.calls, BalancedCalls):
             record = self.call.routed.record
             self.on_mesh.calls.note_move(record, move, counted.copies, counted.units)
-        compiled = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+        _, common_names = experts.names
+        compiled = move.relocator.compiled(plain, bias=bool(common_names))
         assert compiled is not None
         shapes = move.relocator.shapes(plain, experts.num_experts, move.before.slots)
         placed_index = PlacedIndex(shapes, move.targets, move.length)
@@ -295,7 +299,7 @@ def _own_copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> _O
     token = routing.token
     slot = routing.expert
     gates = routing.weight
-    if routing.has_unsent:
+    if routing.has_unsent:  # copies that no expert takes have the slot num_experts
         sent = (slot < num_experts).nonzero().squeeze(1)
         token = token[sent]
         slot = slot[sent]

@@ -90,7 +90,7 @@ def carry(
     # The backward pass has a tag of its own from the start, since ranks may run different
     # operations before it.
     tag = transport.take_tags(2)
-    tags_back = [tag + 1]
+    tags_back = [tag + 1]  # empty after the first backward pass; a second one takes a new tag
     arrived = rows_after(rows, before, after)
 
     def back(gradient: Tensor) -> Tensor:
@@ -217,8 +217,11 @@ class Relocator:
         self.trip: SampleTrip | None = None
         """The forward pass that was started last; None before the first."""
         self._compiled: dict[tuple[bytes, bool], Compiled | None] = {}
+        """The results of `compiled`, by the plain programs' digest and whether there are biases."""
         self._shapes: dict[tuple[bytes, int, int], LayoutIndex] = {}
+        """The results of `shapes`, by the digest, the number of experts and of slots."""
         self._solver = ThreadPoolExecutor(1, "placement")
+        """The thread that decides."""
         self._rest = Rest()
 
     def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
@@ -323,6 +326,7 @@ class Relocator:
         if x.is_floating_point():
             own = carry(transport, slice_rows(transport, self.group, x), before, after)
             return gather_rows(transport, self.group, own, len(x))
+        # whole numbers or bools, which have no gradient
         own_share = share_of(len(x), self.group.index(self.mesh.rank), tp)
         own = carry(transport, x[own_share], before, after)
         return all_gather_rows(transport, self.group, own, len(x))
@@ -368,11 +372,15 @@ class SampleTrip:
     ) -> None:
         self.relocator = relocator
         self.length = length
+        """Tokens of a sample."""
         self._rests = rests
+        """Whether the policy is not asked in this pass, so that no sample moves."""
         self.home = Homes.start(relocator.mesh.grid.world, slots)
+        """The first homes of the samples."""
         self.moves: list[SampleMove] = []
         """The moves of the MoE layers that the pass has reached."""
         self._followings = followings
+        """All MoE layers of the pass, in their order."""
 
     @property
     def homes(self) -> Homes:
@@ -394,7 +402,7 @@ class SampleTrip:
         move = SampleMove(
             self.relocator,
             before=self.homes,
-            following=None if is_last else self._followings[number],
+            following=None if is_last else self._followings[number],  # the layer after it
             length=self.length,
             goal=self.home if goes_home else None,
             rests=self._rests,
@@ -464,8 +472,10 @@ class SampleMove:
         """Whether an arbiter decided that samples stay in this call; None before that decision."""
         self._following = following
         self._future: Future[Homes] | None = None
+        """The decision, on its way; None if there is none (yet)."""
         if rests:
             grid = relocator.mesh.grid
+            # for as few experts as the mesh can have
             no_copies = np.zeros((before.samples.size, grid.ep), dtype=np.int64)
             self.load = SampleLoad(grid, homes=before, copies=no_copies, following=None)
 
@@ -572,6 +582,7 @@ class SampleMove:
             homes=self.before,
             copies=by_sample(self.copies),
             following=None if predicted is None else by_sample(following),
+            # rows of each sample that travel separately
             carried=self.alone.reshape(-1)[place] if rides else carried * self.length,
             is_direct=is_direct,
         )

@@ -67,7 +67,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     for number in range(cut.num_slices):
         indices_of_rows, origin = cut.rows(number, call.origins)
         rows.append(torch.from_numpy(indices_of_rows).to(token.device))
-        if call.find is not None:
+        if call.find is not None:  # multicast: it finds the node tokens of rows
             is_own = origin == transport.rank
             own = torch.from_numpy(indices_of_rows[is_own]).to(token.device)
             node_tokens.append(call.find(token[own], expert[own]))
@@ -75,6 +75,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         counts = torch.stack([each.counts for each in node_tokens])
         counts_of_ranks = all_gather(transport, tuple(range(transport.world)), counts)
         all_counts = torch.stack(counts_of_ranks).cpu().numpy()  # (ranks, slices, ...)
+        # every rank also needs how many tokens the others send
         node_tokens = [
             each.with_counts(all_counts[:, number], transport.rank)
             for number, each in enumerate(node_tokens)
@@ -139,7 +140,7 @@ class SlicedRun:
             self.whole.call,
             sizes=part.sizes(),
             first_tag=first_tag,
-            may_defer_wgrad=False,
+            may_defer_wgrad=False,  # the inputs of wgrad would stay in memory meanwhile
             indices=Indices(),
         )
         return replace(
@@ -185,9 +186,9 @@ class RunSlices(torch.autograd.Function):
         sharded, common = _split(weights, num_sharded)
 
         total = torch.zeros_like(x, dtype=accumulate_dtype(x.dtype))
-        states = [_RunState.now(x)] * len(sliced_run.slices)
-        flat: list[Tensor] = []
-        layouts = []
+        states = [_RunState.now(x)] * len(sliced_run.slices)  # each is set before its slice runs
+        flat: list[Tensor] = []  # the kept values of all kept slices
+        layouts = []  # by kept slice, the last one first: how `by_name` restores its values
         for number in reversed(range(len(sliced_run.slices))):
             states[number] = _RunState.now(x)
             kept_values = names if number < sliced_run.kept else ()
@@ -204,7 +205,7 @@ class RunSlices(torch.autograd.Function):
                 flat += tensors
                 layouts.append(layout)
                 del tensors
-            # memory of this slice that the next one must not add to
+            # freed, since the next slice's memory must not add to it
             del values, y, inputs, steps, gates_of_slice
 
         ctx.save_for_backward(x, gates, *weights, *flat)
@@ -238,6 +239,7 @@ class RunSlices(torch.autograd.Function):
                     again = interpret(sliced_run.again, inputs, run.call, set(sliced_run.names))
                     kept.append(drive(again, run.transport))
                 del inputs, again
+            # the last entry is this slice's
             d_x, d_gates_of_slice, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_gates_of_slice
             if not totals:
@@ -264,7 +266,7 @@ def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
     start = ctx.num_inputs
     kept = []
     ctx.maybe_clear_saved_tensors()
-    for layout in ctx.layouts:
+    for layout in ctx.layouts:  # name, number of tensors and constructor of each kept value
         size = sum(length for _, length, _ in layout)
         kept.append(by_name(saved[start : start + size], layout))
         start += size
@@ -282,10 +284,13 @@ class _RunState:
     generators."""
 
     device: torch.device
+    """The device of the layer's input."""
     autocast: tuple[bool, torch.dtype]
     """Whether it is enabled, and its dtype."""
     random_state: Tensor
+    """The state of the CPU's generator."""
     device_state: Tensor | None
+    """The state of the device's generator; None on a CPU."""
 
     @classmethod
     def now(cls, x: Tensor) -> _RunState:

@@ -115,7 +115,9 @@ class Arbitration(AbstractChooser):
         self._saved: dict[str, float] = {}
         """The share of the seconds of leaving calls alone that each option saved lately."""
         self._scaled: ScaledTable | None = None
+        """The table that the next calls scale; None if the next call builds one."""
         self._calls = 0
+        """Calls so far."""
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its counts and the model; the same on all ranks."""
@@ -123,7 +125,7 @@ class Arbitration(AbstractChooser):
         replicas = self.weigher.replica_loads(load)
         self._calls += 1
         calls_between_comparisons = max(EVERY, load.copies.size // COUNTS)
-        if self._calls % calls_between_comparisons == 1:
+        if self._calls % calls_between_comparisons == 1:  # the first call, too
             self._compare(replicas)
             table = self._spread(replicas, self._last.replicated)
         else:
@@ -180,6 +182,7 @@ class Arbitration(AbstractChooser):
             self._known[option.name] = option
             share = 1 - option.seconds / seconds_alone if seconds_alone else 0.0
             saved_now[option.name] = share
+        # an option that is missing now runs its program without a table: step by step, or alone
         steps_share = saved_now.get(STEPS, 0.0)
         for name in self._saved:
             if name not in saved_now:
@@ -240,9 +243,13 @@ class ScaledTable:
         self._cells = table.origin * load.num_experts + table.expert
         """For each entry, the index of its origin's copies for its expert in `CallLoad.copies`."""
         self._before = load.copies.reshape(-1)[self._cells]
+        """For each entry, these copies in the call for which the table was built."""
         self._slowness = replica.links.slowness
+        """(ep,): the relative time of a copy at each place."""
         self._source = load.home[table.expert]
+        """For each entry, the place that is its expert's home."""
         self._busiest = self._busiest_under(load, table.amount)
+        """The load of the busiest place over the mean when the table was built."""
 
     def fitted(self, load: CallLoad) -> Replications | None:
         """Return the table for a call; None if the load has changed too much for it."""
@@ -253,8 +260,8 @@ class ScaledTable:
         return self._table._replace(amount=amounts).where(amounts > 0)
 
     def _busiest_under(self, load: CallLoad, amounts: np.ndarray) -> float:
-        """Return the load of the busiest place if these copies are replicated, relative to the
-        mean."""
+        """Return the load of the busiest place if each entry replicates its one of the `amounts`,
+        relative to the mean."""
         ep = load.grid.ep
         copies = load.copies.sum(0)
         at_home = copies.reshape(ep, -1).sum(1)

@@ -54,11 +54,11 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
     """
     alone = replace(plan, replication=NO_REPLICATION)
     plans = {ALONE: alone, REPLICATED: plan}
-    for r in range(grid.etp):
+    for r in range(grid.etp):  # r shards that a token visits; 0: weights travel to the tokens
         divides = r == 0 or grid.etp % r == 0
         if divides and r != plan.gather_weights:
             plans[f"r={r}"] = replace(alone, gather_weights=r)
-    groups = steps_of(grid)
+    groups = steps_of(grid)  # of peers, which exchange step by step
     if plan.peer_groups == 1 and groups > 1:
         plans[STEPS] = replace(alone, peer_groups=groups)
         plans[STEPS_REPLICATED] = replace(plan, peer_groups=groups)
@@ -119,7 +119,7 @@ class Recipe:
             return redundant(replica, self.redundant)
         if self.limit is not None:
             return spills(replica, NOTHING, self.limit, near_first=self.near_first)
-        if self.shadows and least < 1:
+        if self.shadows and least < 1:  # nothing reaches a share of 1
             return shadows_above(replica, least, at_most=at_most, whole=self.whole)
         return NOTHING
 
@@ -159,6 +159,7 @@ class Weigher:
         self._costs = costs
         self._at_most = at_most
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
+        """The mesh of the last call, and the links of its replicas; None before the first call."""
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
         """Return the load of each replica of the experts in a call. The links, which do not change,
@@ -315,12 +316,15 @@ class Work:
         # half of `travel` goes there, half comes back
         returns = np.maximum(self.helped, travel / 2)
         whole = travel / 2 + np.maximum(compute, arrives) + returns
+        # products at home overlap with all messages, except for the first or last part; then
+        # helpers compute
         in_parts = (
             np.maximum(compute, travel + arrives)
             + np.minimum(compute, travel) / parts
             + self.helped
         )
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
+        # at the end the helpers' results travel
         return float(seconds.max()) + self.travel_helped / 2 + self.host
 
 
@@ -334,10 +338,12 @@ def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> 
     """
     rows = rows_of(replica, replicated)
     shards = replica.origins.shape[1]
+    # how often a row crosses a link: there and back, again for gradients. Weights cross half as
+    # often: they go out, and their gradients come back.
     passes = replica.costs.passes
     slowness = replica.links.slowness
 
-    # bytes on the fullest link, and the start-up of messages
+    # seconds for the bytes on the fullest link, and for the start-up of messages
     start_up = replica.links.start_up
     travel = replica.travel_seconds(replica.fullest(rows.home))
     travel += passes * _fullest(start_up * chunks * (rows.home > 0))
