@@ -207,6 +207,8 @@ class SearchOptions(JobOptions):
 
         pins = Pins(tp=self.tp, ep=self.ep, etp=self.etp, innermost=self.innermost)
 
+        # `give_up` and `refine` say when a plan is hopeless, and how many layouts are improved;
+        # `may_fly` tries two micro-batches in flight
         return Settings(
             give_up=GIVE_UP,
             refine=REFINED,

@@ -191,6 +191,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
 
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
+        # `split.of` cuts the job's micro-batches as the split does
         layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
         schedule = choose(simulator, layer, best.grid).schedule
         yield (
@@ -295,6 +296,7 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     layout = from_flags(flags)
     step = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
+    # (least, most) factor by which a step may take longer: the rate of narrow products is uncertain
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
     yield (
@@ -324,7 +326,7 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
 def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[str]:
     """Yield a warning if a step has fewer sequences than its pipelines need."""
     if not fills_pipeline(job, cluster, layout):
-        groups = cluster.world // (layout.tp * layout.cp * layout.pp)
+        groups = cluster.world // (layout.tp * layout.cp * layout.pp)  # data-parallel pipelines
         yield (
             f"warning: a step has {layout.sequences(cluster.world)} sequences, fewer than its "
             f"pipelines need: give at least {layout.pp * groups * layout.micro_batch}"

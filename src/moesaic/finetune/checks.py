@@ -125,8 +125,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             method=options.method,
             rank=options.rank,
             logits=LOSS_TOKENS,
-            projections=4,
-            stages=(options.pp, max(options.batch // at_once, 1)),
+            projections=4,  # linear layers of attention with adapters: q, k, v and o
+            stages=(options.pp, max(options.batch // at_once, 1)),  # and micro-batches
         )
 
     prediction = predicted(options.length, world)
@@ -137,7 +137,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
 
     advice = []
     for halvings in range(1, 8):
-        length = options.length >> halvings
+        length = options.length >> halvings  # halved so often
         if length and predicted(length, world).fits:
             advice.append(f"--length {length}")
             break

@@ -10,7 +10,8 @@ their places one by one, and checkpoints as a whole. A link, or anything else wh
 is named before the run begins.
 
 A checkpoint is *sealed* by complete.json, which has the checksums of its other files.
-`require_place` refuses what is in a place that something else is to have.
+`require_place` refuses what is in a place that something else is to have. `typed` says that a user
+typed the path of the folder, which may then be a link.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class FinetuneFolder:
         self._options = options
         self._ranks = ranks
         self._contents = dict(contents)
-        self._claim = RunFolder(self.path)
+        self._claim = RunFolder(self.path)  # with the lock that keeps other processes out
 
     def claim(self, say: Callable[[str], None]) -> Path | None:
         """Take the folder for this run alone, and return the checkpoint to go on from; None to
@@ -277,6 +278,7 @@ class FinetuneFolder:
                     sums |= of_rank
                 for path in CHECKPOINTS.own_files(unfinished):
                     flush(path)
+                    # of files of states, the ranks that wrote them have computed it
                     sums.setdefault(path.name, checksum(path))
                 seal(unfinished, sums)
                 flush(unfinished)

@@ -243,6 +243,7 @@ class Run:
         self._ranks = ranks
         self._device = device
         self._restore: Callable[[], None] | None = None
+        """What undoes `loss_in_parts`; None if there is nothing to undo."""
         self.staged: StagedModel | None = None
         """The model in stages, if it has some."""
         if ranks.pp > 1:
@@ -276,7 +277,7 @@ class Run:
         done = 0 if start is None else CHECKPOINTS.step_of(start)
         self._restore = loss_in_parts(
             self._model,
-            rows[:1, :64].to(self._device),
+            rows[:1, :64].to(self._device),  # a short piece is enough to compare losses
             loss_of=None if self.staged is None else self.staged.loss,
         )
         if done >= steps:
@@ -381,11 +382,11 @@ class Run:
             output_dir=options.out,
             per_device_train_batch_size=options.micro_batch * at_once,
             gradient_accumulation_steps=self._accumulation // at_once,
-            max_steps=options.steps or -1,
+            max_steps=options.steps or -1,  # -1: by epochs
             num_train_epochs=options.epochs,
             learning_rate=options.learning_rate,
             lr_scheduler_type="cosine",
-            warmup_steps=0.03,
+            warmup_steps=0.03,  # below 1: a share of the steps
             weight_decay=0.0,
             logging_steps=1,
             logging_nan_inf_filter=False,

@@ -404,7 +404,7 @@ def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> 
             path.parent.mkdir(parents=True, exist_ok=True)
         else:
             path.parent.parent.mkdir(parents=True, exist_ok=True)
-            folder_below(path.parent)
+            folder_below(path.parent)  # made, and refused if it is a link
         write(path, data.getvalue(), typed=typed)
     except OSError as error:
         raise InputError(

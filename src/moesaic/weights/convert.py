@@ -142,11 +142,12 @@ def _named(before: Checkpoint, format: AbstractFormat) -> tuple[dict[str, Readab
 
 
 def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
-    """Hash source and output, compare them, and return the entries of the receipt that follow.
+    """Hash source and output, compare them, and return the entries of the receipt that come of it.
 
     Raises:
         InputError: they differ, because of a bug in this program or a fault of the disk.
     """
+    # by state, then by name; what a format has no place for is in the source alone
     digests = before.digests()
     digests_after = after.digests()
     shared = {state: of_state for state, of_state in digests.items() if state in digests_after}
@@ -211,7 +212,7 @@ def verify(out: str | Path) -> dict[str, Any]:
                     f"{folder}: {_first_differing(name, digest, found.get(name))} ({state}) is not "
                     "what the receipt says: convert or fetch it again"
                 )
-            if isinstance(digest, list):
+            if isinstance(digest, list):  # of the experts of a layer, one for each
                 num_experts += len(digest)
     return {
         "tensors": sum(len(each) for each in actual.values()),

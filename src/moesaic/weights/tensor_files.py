@@ -242,6 +242,7 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if strides is None:
         return np.memmap(part.path, kind, "r", start, part.sizes)
 
+    # how many elements after the first one the last one lies
     last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides))
     flat = np.memmap(part.path, kind, "r", start, (last + 1,))
     byte_strides = [stride * kind.itemsize for stride in strides]
@@ -316,7 +317,8 @@ def _header(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = {
-                name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()
+                name: _stored(path, name, entry, begin=8 + length, size=size)
+                for name, entry in header.items()
             }
             spans = sorted(entry["data_offsets"] for entry in header.values())
             for (_, end), (next_start, _) in pairwise(spans):
