@@ -51,6 +51,8 @@ class Claim:
     """Why `value` is None."""
     interval: tuple[float, float] | None = None
     """The least and the most that the value may be; the benchmark's notes say how it is found."""
+    case: str = ""
+    """The case that the value is of, where it is the worst of several."""
 
     @property
     def holds(self) -> bool | None:
@@ -70,6 +72,7 @@ class Claim:
             "holds": self.holds,
         }
         data |= {} if self.interval is None else {"interval": list(self.interval)}
+        data |= {"case": self.case} if self.case else {}
         return data | ({"reason": self.reason} if self.reason else {})
 
 

@@ -155,11 +155,12 @@ class TimedCell:
     """Seconds by method, with the further repeats included that only the reference and methods near
     it ran. Only these methods have an entry."""
 
-    def ratio(self, name: str, other: str) -> Ratio:
-        """Return the time of one method over another's, from all repeats in which both ran."""
+    def ratio(self, name: str, other: str, level: float = 0.95) -> Ratio:
+        """Return the time of one method over another's, from all repeats in which both ran, with an
+        interval of some level."""
         if name in self.near and other in self.near:
-            return paired(self.near[name], self.near[other])
-        return paired(self.timings[name].seconds, self.timings[other].seconds)
+            return paired(self.near[name], self.near[other], level)
+        return paired(self.timings[name].seconds, self.timings[other].seconds, level)
 
 
 def timed(

@@ -114,6 +114,8 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
         value = with_unit(f"{claim['value']:.4g}", claim.get("unit", "1"))
     else:
         value = f"not measured: {claim['reason']}"
+    if "case" in claim:
+        value += f" ({claim['case']})"
     words = {
         True: "the worst of {} with",
         False: "the worst of {} that miss",

@@ -168,5 +168,6 @@ def claims_table(claims: Sequence[Claim]) -> Table:
         if claim.target is not None:
             target = f"{claim.op} {_of_a_claim(claim.target, digits=6)}"
         holds = {True: "yes", False: "no", None: claim.reason}[claim.holds]
+        holds += f" ({claim.case})" if claim.case else ""
         shown.add_row(claim.name, value, target, holds)
     return shown

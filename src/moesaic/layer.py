@@ -419,7 +419,15 @@ class MoE(InjectsLosses, RoutingCached):
         if compute is not None:
             y = compute(RoutedCall(x, x_TD, call.mask, call.token_ids, routed, padded_rows))
         else:
-            y_TD = self._run_own_experts(cast_TD, call, routed, padded_rows)
+            if self.on_mesh is None:
+                y_TD = self._run_experts(cast_TD, routed.routing, x.dtype)
+            else:
+                y_TD = self.on_mesh.run_experts(
+                    self.experts, cast_TD, routed, padded_rows, dtype=x.dtype
+                )
+            shared_TD = self.run_shared(cast_TD, call.mask, x.dtype)
+            if shared_TD is not None:
+                y_TD = y_TD + shared_TD
             y = y_TD.view(x.shape)
 
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
@@ -429,19 +437,6 @@ class MoE(InjectsLosses, RoutingCached):
         if padded_rows is None:
             return y, routed.routing
         return y, replace(routed.routing, padded_capacity=padded_rows)
-
-    def _run_own_experts(
-        self, x_TD: Tensor, call: CallArguments, routed: Routed, padded_rows: int | None
-    ) -> Tensor:
-        """Return the layer's result for routed tokens, (tokens, dim), in the dtype of the call's
-        x."""
-        dtype = call.x.dtype
-        if self.on_mesh is None:
-            y_TD = self._run_experts(x_TD, routed.routing, dtype)
-        else:
-            y_TD = self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows, dtype=dtype)
-        shared_TD = self.run_shared(x_TD, call.mask, dtype)
-        return y_TD if shared_TD is None else y_TD + shared_TD
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the load of this optimizer step, and reset the counts; see

@@ -9,7 +9,11 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.cli.output import WIDEST
+from moesaic.cli.plan_finetune import _command
 from moesaic.planner.answer import SPEED_RATIOS
+from moesaic.planner.finetune import FinetunePrediction, SplitPrediction
+from moesaic.planner.presets import read_cluster
+from moesaic.program.plan import Plan
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -92,4 +96,31 @@ def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
     assert "--rank 0: must be at least 1" in refused([*command, "--rank", "0"], capsys)
     assert "config.json of one" in refused(
         ["plan", "finetune", "--model", "demo", "--cluster", "2x4090-pcie"], capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages", "flag"),
+    [(Plan(), 1, ""), (Plan(all_to_all="hier2d"), 1, "--plan auto "), (Plan(chunks=2), 4, "")],
+)
+def test_a_speed_of_another_plan_than_the_default_comes_with_a_plan_that_is_timed(
+    plan: Plan, stages: int, flag: str
+) -> None:
+    split = SplitPrediction(
+        stages=stages, tokens_per_second=1.0, bytes=0.0, fits=True, bottleneck="compute"
+    )
+    found = FinetunePrediction(parts={}, fits=True, plan=plan, splits={"a split": split})
+    sizes = {
+        "ranks": 4,
+        "method": "qlora",
+        "rank": 16,
+        "length": 128,
+        "tokens": 256,
+        "accumulation": 2,
+    }
+    command = _command("model", read_cluster("4x4090-pcie"), found, sizes)
+    pipeline = "" if stages == 1 else f"--pp {stages} "
+    assert command == (
+        f"moesaic finetune MODEL DATA --ranks 4 {pipeline}{flag}--method qlora --rank 16 "
+        "--length 128 --micro-batch 2 --batch 16"
     )

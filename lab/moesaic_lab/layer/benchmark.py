@@ -72,10 +72,10 @@ class LayerCell(BedCell):
         the same."""
         return self.job.same.get(name, name)
 
-    def ratio(self, name: str, other: str) -> Ratio:
+    def ratio(self, name: str, other: str, level: float = 0.95) -> Ratio:
         """Return the time of one method over another. Both may also be names of plans that do the
         same as a timed method."""
-        return super().ratio(self.timed_as(name), self.timed_as(other))
+        return super().ratio(self.timed_as(name), self.timed_as(other), level)
 
     def bound(self, name: str) -> float:
         """Return a lower bound on a step's seconds: the link limits of forward plus backward, or

@@ -30,7 +30,7 @@ from moesaic.planner.finetune import (
 )
 from moesaic.planner.job import Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
-from moesaic.program.plan import plan_in_words
+from moesaic.program.plan import Plan, plan_in_words
 
 MOST_TIMES = 16
 """Largest factor by which devices are multiplied, or sequences are shortened, to find what fits."""
@@ -199,6 +199,8 @@ def _command(
         flags["ranks"] = sizes["ranks"]
     if best.stages != 1:
         flags["pp"] = best.stages
+    elif found.plan not in (None, Plan()):
+        flags["plan"] = "auto"  # the speed is of a plan that the default is not
     flags["method"] = sizes["method"]
     flags["rank"] = sizes["rank"]
     flags["length"] = sizes["length"]

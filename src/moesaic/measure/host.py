@@ -57,7 +57,8 @@ class IdleExperts(AbstractExperts):
         dim: width of a token.
         hidden: inner width of one expert.
         on_flops: called in every forward and backward pass with the floating-point operations that
-            it skips: 2 per row and matrix element forward, 4 backward.
+            it skips: 2 per row and matrix element forward, 4 backward, 2 if the matrices are
+            frozen.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class IdleExperts(AbstractExperts):
         deferred_wgrad: DeferredWgrad | None = None,
     ) -> ExpertGradients:
         """Return the result's gradients as the rows' gradients. A backward pass counts twice the
-        operations of a forward pass."""
-        self._on_flops(4 * self._products(call))
+        operations of a forward pass, and as many if the matrices are frozen."""
+        self._on_flops((4 if self.w1.requires_grad else 2) * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
         d_sharded = tuple(torch.zeros_like(weight) for weight in call.sharded)
         return ExpertGradients(dy, gates=d_gates, sharded=d_sharded, common=())

@@ -388,7 +388,7 @@ def _of_stages(
     """Return a split into stages; `stages` is their number and that of a rank's micro-batches."""
     num_stages, count = stages
     layout = _stages_layout(job, cluster.world, num_stages, count)
-    step: PlannedStep = predict(job, cluster, layout)
+    step = staged_step(job, cluster, num_stages, count)
     by_stage = stage_parts(job, cluster, num_stages, count)
     needed = max(sum(parts.values()) for parts in by_stage)
     return SplitPrediction(
@@ -398,6 +398,12 @@ def _of_stages(
         fits=_fits(needed, memory_bytes),
         bottleneck=step.estimate.bottleneck,
     )
+
+
+def staged_step(job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int) -> PlannedStep:
+    """Return the step of a fine-tune whose layers are split into stages; arguments as of
+    `stage_parts`."""
+    return predict(job, cluster, _stages_layout(job, cluster.world, stages, count))
 
 
 def _stages_layout(job: FinetuneJob, ranks: int, stages: int, count: int) -> OthersLayout:

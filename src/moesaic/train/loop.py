@@ -191,7 +191,6 @@ class Trainer:
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
-        """The checkpoint that is being written, if any."""
         self._saving_group: str | bool = run.config.save.background
         """Whether checkpoints are written in the background; with several ranks, the name of the
         process group for it once there is one."""
