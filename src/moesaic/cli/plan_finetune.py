@@ -87,13 +87,13 @@ def run(arguments: Sequence[str]) -> int:
     ranks = cluster.world
     sizes: dict[str, Any] = {
         "ranks": ranks,
-        "memory_bytes": None,
+        "memory_bytes": None,  # those of the cluster's devices
         "tokens": max(job.batch_size // ranks, 1) * length,
         "length": length,
         "method": options.method,
         "rank": options.rank,
         "accumulation": options.accumulation,
-        "logits": LOSS_TOKENS,
+        "logits": LOSS_TOKENS,  # tokens whose logits exist at once
         "projections": 4,  # linear layers of attention with adapters: q, k, v and o
     }
 

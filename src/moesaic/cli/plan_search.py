@@ -231,6 +231,7 @@ class SearchOptions(JobOptions):
             InputError: if it is impossible for the job on the cluster.
         """
         layout = from_flags(flags)
+        # called for what they refuse
         unread_flags(flags, job)
         predict(job, cluster, layout)
         return layout

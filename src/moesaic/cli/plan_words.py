@@ -2,6 +2,8 @@
 
 Jobs, layouts and MaxVio are those of `plan_search.py`. *Ours* is the speed of the best plan of the
 search, *others* are layouts of other training systems, and *narrow* products are those in 8 bits.
+Of a step's `estimate`, `parts` are seconds that sum to it, and `limits` the seconds in which each
+resource, such as a link, is busy; the `bottleneck` is the busiest.
 """
 
 from __future__ import annotations

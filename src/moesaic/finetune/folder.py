@@ -217,7 +217,7 @@ class FinetuneFolder:
                 another model, or all of its checkpoints are damaged.
         """
         start: Path | None = None
-        with self._on_first():
+        with self._together():
             if self._ranks.is_first and self._options.resume:
                 self._claim.claim()
                 self._require_contents()
@@ -229,7 +229,7 @@ class FinetuneFolder:
     def begin(self) -> None:
         """Make the folder of a new run, and describe the run in it; of a resumed one, write a lost
         description anew."""
-        with self._on_first():
+        with self._together():
             if not self._ranks.is_first:
                 return
             if not self._options.resume:
@@ -262,15 +262,15 @@ class FinetuneFolder:
         what = f"checkpoint {target} could not be written"
         rest = "earlier checkpoints are intact"
         # Between two blocks all ranks wait for each other.
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             unfinished = self._new_folder("checkpoint")
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             own = unfinished / states_name(self._ranks.rank, self._ranks.world)
             write_into(unfinished)
             write_own(own)
             own_sum = {own.name: checksum(own)}
         sums_of_ranks = self._ranks.gathered(own_sum)
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             if self._ranks.is_first:
                 write(unfinished / RUN, json.dumps(self._description, indent=1) + "\n")
                 sums: dict[str, Any] = {}
@@ -302,11 +302,11 @@ class FinetuneFolder:
         """
         target = self.path / within if within else self.path
         what = f"{target}: the {kind} could not be written"
-        with self._on_first(what):
+        with self._together(what):
             unfinished = self._new_folder(kind)
-        with self._on_first(what):
+        with self._together(what):
             write_into(unfinished)
-        with self._on_first(what):
+        with self._together(what):
             if self._ranks.is_first and within is not None:
                 for path in sorted(unfinished.iterdir()):
                     flush(path)
@@ -327,7 +327,7 @@ class FinetuneFolder:
         Raises:
             InputError: on all ranks: there is something else than a file.
         """
-        with self._on_first():
+        with self._together():
             if self._ranks.is_first:
                 for name in names:
                     require_place(self.path / name)
@@ -404,7 +404,7 @@ class FinetuneFolder:
                     path.unlink()
 
     @contextmanager
-    def _on_first(self, what: str = "", rest: str = "") -> Iterator[None]:
+    def _together(self, what: str = "", rest: str = "") -> Iterator[None]:
         """Raise what any rank raises on all ranks; what cannot be written becomes an InputError of
         one line.
 

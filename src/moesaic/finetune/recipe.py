@@ -179,7 +179,7 @@ def adapted(
     per_stage = ranks.world // ranks.pp
     base = load_stage(source, cut, **loading(options, per_stage, device))
     whole = Architecture(read_config(source, None, LOADED)).model
-    group = None if ranks.mesh is None else ranks.mesh.process_group
+    group = None if ranks.mesh is None else ranks.mesh.process_group  # the ranks of the stage
     with cut.layers_on_meta(base, whole):
         return adapt(base, options, group)
 

@@ -106,6 +106,7 @@ class Keep(transformers.TrainerCallback):
         start: the checkpoint to go on from; None to begin.
         states: this rank's states of it.
         asked: gets the names of signals that this rank received.
+        ranks: the ranks of the run.
     """
 
     def __init__(
@@ -153,7 +154,8 @@ class Keep(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end if any rank received a signal."""
-        self.stopped_by, _ = self._ranks.agree(self._asked)  # the same signal on all ranks
+        # (the signal, the same on all ranks; whether one still writes a checkpoint)
+        self.stopped_by = self._ranks.agree(self._asked)[0]
         if self.stopped_by is not None:
             control.should_save = True
             control.should_training_stop = True

@@ -515,7 +515,7 @@ def _average(
         group: the ranks that share the model; None for all.
     """
     world = dist.get_world_size(group)
-    mesh = implementation.ep_mesh
+    mesh = implementation.ep_mesh  # the ranks over which experts are spread
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
         raise InputError(
             "adapters of experts on several ranks need tp_size=1 and pp_size=1: change "

@@ -206,7 +206,7 @@ def _can_load(side: Side) -> bool:
     block = sizes_of_blocks(table)
     if block is None:
         return False
-    for name, tensor in side.checkpoint.tensors[None].items():
+    for name, tensor in side.checkpoint.tensors[None].items():  # the weights, by stored name
         if not isinstance(tensor, Computed):  # what is computed on reading was quantized
             continue
         shape = side.checkpoint.layout.shapes[name]
