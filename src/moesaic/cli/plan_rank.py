@@ -193,7 +193,7 @@ def _print_without_layout(
 
     changes = in_words(remedies(error.job, cluster, options.settings(), on_devices))
     lines = [f"{error}: {changes}", about_parameters(error.job, cluster)]
-    lines += _as_others(error.job, cluster, options, None, flags)
+    lines += _as_others(error.job, cluster, options, ours=None, flags=flags)
     if flags is None:
         raise InputError("; ".join(lines))
     print(*map(folded, lines), sep="\n")
@@ -223,7 +223,7 @@ def _lines(
         lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best), flags)
     elif flags is not None:
         lines.append("yours, under even routing, which is not compared with the plan above:")
-        lines += explained(job, cluster, None, flags)
+        lines += explained(job, cluster, ours=None, flags=flags)
 
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=options.price_per_hour is not None)

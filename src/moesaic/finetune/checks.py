@@ -47,7 +47,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             f"{options.model}: is neither a folder nor a name on the hub of a model: it has "
             f"no {CONFIG}"
         )
-    config = read_config(folder, None, LOADED)
+    config = read_config(folder, methods=LOADED)
     model = Architecture(config).model
     experts = Targets.experts(model)
     if not experts:

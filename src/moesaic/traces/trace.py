@@ -55,7 +55,7 @@ class Trace:
 
     def __init__(self, parts: Sequence[TraceSegment | Header], name: str) -> None:
         self.shape = parts[0].shape
-        self.holds = parts[0].holds
+        self.holds = parts[0].holds  # "counts" or "tokens", as in the module docstring
         self.name = name
         self._parts = parts
         self._place: dict[int, tuple[int, int]] = {}  # step -> (segment, its row there)

@@ -87,6 +87,7 @@ class MoesaicEP(EPImplementation):
         # an ep mesh without whole tp meshes has no two ranks with the same tokens
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
+        # `run` computes the experts of all ranks on this rank's tokens, by a plan
         self._experts = weakref.ref(experts)  # weak, since the experts hold this object
         self.run = ChosenExperts(
             self._spread(experts),

@@ -78,7 +78,7 @@ class Matrices:
         if module.has_bias:
             up_bias = split_inputs(module, getattr(module, f"{up_name}_bias"))
             down_bias = module.down_proj_bias
-        return cls(split_inputs(module, up), up_bias, down, down_bias)
+        return cls(up=split_inputs(module, up), up_bias=up_bias, down=down, down_bias=down_bias)
 
 
 def split_inputs(module: Any, whole: Tensor) -> Tensor:
@@ -297,7 +297,8 @@ def sorted_copies(
         weight = weight.index_select(0, local)
         rows_per_token = None  # it differs from token to token
     # one more is counted, and left out: that which marks experts of other ranks
-    counts = count(expert, None, module.num_experts + 1)[: module.num_experts]
+    counts = count(expert, alive_N=None, num_experts=module.num_experts + 1)
+    counts = counts[: module.num_experts]
     permutation = sort_by_expert(
         token, expert, counts, num_tokens, rows_per_token, has_unsent=has_unsent
     )

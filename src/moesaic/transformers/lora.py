@@ -91,12 +91,12 @@ class FamilyFrozenExperts(FrozenExperts):
             clamp=gate.clamp,
             form=weights.form,
         )
-        self.is_spread = True
+        self.is_spread = True  # the parameters are this rank's part
 
     def frozen_weights(self) -> FrozenWeights:
         """Return this rank's part of the module's tensors."""
         weights = self._read()
-        self.form = weights.form
+        self.form = weights.form  # anew, since adapters may have come since
         return weights
 
 

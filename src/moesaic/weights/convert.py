@@ -85,7 +85,8 @@ def convert(
 def _opened(folder: Path, format: str, config: str | Path | None) -> Side:
     """Return the checkpoint in a folder, with the configuration given or found there."""
     table = read_config(folder, None if config is None else Path(config))
-    return Side(open_checkpoint(folder, format, Architecture(table)), folder, format, table)
+    checkpoint = open_checkpoint(folder, format, Architecture(table))
+    return Side(checkpoint, folder, format, config=table)
 
 
 def _check_formats(*names: str) -> None:
@@ -113,7 +114,7 @@ def _written(
     before.model.config.save_pretrained(target)
     write_companions({name: data for name, data in others.items() if name != CARD}, target)
     FORMATS[to].write(target, tensors)
-    return open_checkpoint(target, to, Architecture(read_config(target, None)))
+    return open_checkpoint(target, to, Architecture(read_config(target)))
 
 
 def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> None:
@@ -191,7 +192,7 @@ def verify(out: str | Path) -> dict[str, Any]:
             f"{folder / RECEIPT} is missing: no conversion finished here, convert again"
         )
     receipt = _read_receipt(folder / RECEIPT)
-    model = Architecture(read_config(folder, None))
+    model = Architecture(read_config(folder))
     lost = receipt.left_behind & model.tied.keys()
     if lost:
         raise InputError(

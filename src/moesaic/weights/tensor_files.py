@@ -367,7 +367,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
         raise InputError(
             f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again"
         )
-    whole = Part(path, begin + start, (0,) * len(shape), shape)
+    whole = Part(path, start=begin + start, offsets=(0,) * len(shape), sizes=shape)
     return Stored(dtype, shape, (whole,))
 
 
@@ -562,7 +562,8 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
                 f"{folder}: no part of {name} begins at {list(offsets)}: the list of "
                 "tensors is damaged"
             )
-        parts[name].append(Part(path, place.offset, offsets, sizes_at[offsets], place.length))
+        part = Part(path, place.offset, offsets, sizes_at[offsets], archive=place.length)
+        parts[name].append(part)
     return parts
 
 
@@ -581,7 +582,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 start = file.tell()
                 torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
-                place = _StorageInfo(DCP_FILE, start, file.tell() - start)
+                place = _StorageInfo(DCP_FILE, offset=start, length=file.tell() - start)
                 places[MetadataIndex(name, offsets, number)] = place
             properties = TensorProperties(dtype=tensor.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)

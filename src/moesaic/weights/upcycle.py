@@ -135,6 +135,7 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             tensors[name] = weights[name]
         else:
             assert match is not None, name
+            # the one tensor without a dense one is the router: its dtype is that of a neighbour
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
         whole = full_region(shape)
