@@ -413,7 +413,7 @@ def _as_data(
             "inside_bytes": sum(row["inside_bytes"] for row in rows[name]),
             "across_bytes": sum(row["across_bytes"] for row in rows[name]),
             "seconds": timelines[name].makespan,
-            "overlap": timelines[name].overlap,
+            "overlap": timelines[name].overlap,  # share of the moving that computing hides
         }
     return data
 

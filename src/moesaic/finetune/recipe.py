@@ -6,7 +6,8 @@ checkpoint counts once all ranks have saved theirs. The same number of ranks goe
 the same bits.
 
 With stages (`--pp`) the layers of a model are spread over groups of ranks; the ranks of a stage
-share its experts, as all ranks do without stages.
+share its experts, as all ranks do without stages. In a block of `ranks.together()`, what one rank
+raises is raised on all.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ class Run:
 
         with (
             TrainingProgress(steps, done, label="fine-tuning") as progress,
-            stop_requests() as signals,
+            stop_requests() as signals,  # gets the names of signals that ask to stop
         ):
             keep = Keep(start, states, signals, self._ranks)
             show = Show(progress, options.batch * options.length)

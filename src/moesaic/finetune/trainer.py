@@ -140,7 +140,7 @@ class Keep(transformers.TrainerCallback):
             return
         states = self._states
         self._states = None
-        with self._ranks.together():
+        with self._ranks.together():  # what one rank raises, all raise
             try:
                 states["optimizer"] = numbered(states["optimizer"], optimizer, model)
                 require_states(states, optimizer)

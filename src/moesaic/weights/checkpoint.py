@@ -357,7 +357,7 @@ def _add_states(
             names_in_file.add(in_file)
             tensor = stored[in_file]
             expected = () if state == COUNTER else shape
-            # of a padded one, the rows of unused token ids are never read
+            # the rows that pad a tensor are never read
             if tensor.shape == expected or name in PADDED:
                 checkpoint.tensors.setdefault(state, {})[name] = tensor
             else:
