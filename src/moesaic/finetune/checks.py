@@ -137,7 +137,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
 
     advice = []
     for halvings in range(1, 8):
-        length = options.length >> halvings  # halved so often
+        length = options.length >> halvings  # halved that many times
         if length and predicted(length, world).fits:
             advice.append(f"--length {length}")
             break

@@ -84,11 +84,11 @@ class MoesaicEP(EPImplementation):
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
 
-        # an ep mesh without whole tp meshes has no two ranks with the same tokens
+        # an ep mesh that is not made of whole tp meshes runs as if each rank had its own tokens
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
-        # `run` computes the experts of all ranks on this rank's tokens, by a plan
         self._experts = weakref.ref(experts)  # weak, since the experts hold this object
+        # computes the experts of all ranks on this rank's tokens, by a plan
         self.run = ChosenExperts(
             self._spread(experts),
             hidden=hidden_of(experts),

@@ -9,7 +9,7 @@ the parameters' names. No file is a pickle.
 
 A checkpoint is *sealed* by a last file with the checksums of all others. A model is *spread* if
 `distributed_config` shards it over ranks, whose parameters are then DTensors. `typed`
-says that a user typed the path of the folder, which may then be a link.
+says that a user typed the path of a folder, which may then be a link.
 """
 
 from __future__ import annotations

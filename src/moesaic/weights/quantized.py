@@ -149,7 +149,7 @@ def refused_quantization(path: Path, methods: Sequence[str]) -> str:
         return ""
     named = f"{table.get('quant_method')}, {detail}" if detail else str(table.get("quant_method"))
     known = f"{', '.join(methods[:-1])} and {methods[-1]}"
-    # a command that loads more than can be converted is given another checkpoint
+    # who only loads weights (`LOADED`) converts nothing, and is to name another checkpoint
     verb = "convert" if tuple(methods) == METHODS else "name"
     return (
         f"the weights are quantized ({named}), and only {known} are read: {verb} the checkpoint "

@@ -116,7 +116,7 @@ def to_hub(trained: Trained) -> Any:
         InputError: the model has no equivalent in transformers. The message names the option.
     """
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
-    # `text` is the run's tokenizer; None if its .bin files name none
+    # `text` is the run's tokenizer; None if it was trained on .bin files that name none
     config.eos_token_id = None if trained.text is None else trained.text.separator
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in [module for module in trained.model.modules() if isinstance(module, MoE)]:
