@@ -117,7 +117,7 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
     is_asking = False
 
     @registry.struct_rule
-    def joined(info: StructTypeInfo) -> StructConstructorSpec | None:
+    def as_shown(info: StructTypeInfo) -> StructConstructorSpec | None:
         """Return how tyro shows a dataclass, with hidden fields left out and help on one line."""
         nonlocal is_asking
         if is_asking or not is_dataclass(info.type):
@@ -218,7 +218,7 @@ def _with_advice(message: str, kind: Any, prog: str) -> str:
 def _usage(kind: Any) -> str:
     """Return the words that a command line needs: values by their place, and required flags."""
     words = []
-    _, positional = get_args(tyro.conf.Positional[str])
+    _, positional = get_args(tyro.conf.Positional[str])  # (str, the mark of such a field)
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         marks = getattr(hints[field.name], "__metadata__", ())  # those of Annotated

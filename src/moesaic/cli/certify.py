@@ -75,7 +75,7 @@ def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
     arguments = (options.system, options.poison)
     try:
         by_rank = on_ranks(ranks, certify_named, *arguments, timeout_seconds=TIMEOUT_SECONDS)
-        comparisons = by_rank[0]
+        comparisons = by_rank[0]  # all ranks return the same
     except Exception as error:  # a rank that dies is a finding too
         lines = str(error).strip().splitlines()
         last_line = lines[-1] if lines else ""

@@ -97,6 +97,7 @@ def gather(options: CheckOptions) -> Evidence:
     """Run the suite, with progress bars on standard error."""
     from moesaic.testing.runner import GLOO_CASES, gather_evidence
 
+    # what `gather_evidence` counts (cases, numbers of ranks) -> how many there are in all
     totals = {"cases": options.cases}
     if options.gloo:
         totals["worlds"] = len(GLOO_CASES)
@@ -151,7 +152,8 @@ def _print(evidence: Evidence) -> None:
     for quantity, error in sorted(evidence.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
-    # the failures on loopback come first; those on processes need their number of ranks
+    # the failures on loopback come first, `failed` of them; those on processes are repeated with
+    # their number of ranks
     for number, checked in enumerate(evidence.failures):
         flag = f" --world {checked.case.grid.world}" if number >= failed else ""
         again = f"moesaic check --only {checked.case.seed}{flag}"

@@ -141,10 +141,10 @@ def _export(options: ConvertOptions) -> int:
 
 
 def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
-    """Return the lines that summarize a receipt."""
+    """Return the lines that summarize a receipt; its experts are those of all layers together."""
     num_experts = 0
     for sums in receipt["sha256"]["weights"].values():
-        if isinstance(sums, list):  # one for each expert of a parameter
+        if isinstance(sums, list):  # of the experts of a layer: one hash for each expert
             num_experts += len(sums)
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, "

@@ -78,6 +78,7 @@ def run(arguments: Sequence[str]) -> int:
     console.print(options.prompt + continuations(sample)[0], markup=False, highlight=False)
     console.rule()
     folders = [result.folder for result in results.values()]
+    # typed: whether the user typed the path, which may then be a link
     page = write_report(folders, report, typed=False)
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         with place.naming_dead_ranks(LOST):
             _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
     except Exception as error:
-        if place.fails_first(error):
+        if place.fails_first(error):  # of several ranks that fail, the first one reports
             raise
         return 2 if isinstance(error, InputError) else 1
     place.leave()

@@ -83,7 +83,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         print(f"moesaic {command}: {in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except SystemExit as stop:  # tyro exits this way after printing the help of a subcommand
-        if isinstance(stop.__context__, BrokenPipeError):  # and rich, where the reader has gone
+        # rich exits this way too, where the reader of the output has gone
+        if isinstance(stop.__context__, BrokenPipeError):
             return 141
         if stop.code:
             raise

@@ -141,8 +141,9 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
     out = sys.stdout  # None if the process was started without one, as is standard error
     err = sys.stderr
 
+    where_else = LASTING.get(command, "")
     # `LastingStream` puts the reason in place of {}
-    goes_on = f"({{}}): it goes on without{LASTING.get(command, '')}"
+    goes_on = f"({{}}): it goes on without{where_else}"
     if out is not None:
         line = f"moesaic {command}: standard output cannot be written {goes_on}"
         if ends:
@@ -150,6 +151,7 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
         sys.stdout = LastingStream(out, err, line, ends=ends)
     if err is not None:
         line = f"moesaic {command}: standard error cannot be written {goes_on}"
+        # standard output of a command that ends is its answer alone: such a line stays out of it
         sys.stderr = LastingStream(err, None if ends else out, line)
 
     try:

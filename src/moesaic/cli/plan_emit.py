@@ -61,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         return _emit(options.system, job, layout)
 
     job, result = options.searched(job, simulator)
-    return _emit(options.system, job, layout_of(job, result.best), result.best)
+    layout = layout_of(job, result.best)  # what is most like our best plan
+    return _emit(options.system, job, layout, planned=result.best)
 
 
 def _emit(

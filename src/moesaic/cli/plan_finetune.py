@@ -87,14 +87,14 @@ def run(arguments: Sequence[str]) -> int:
     ranks = cluster.world
     sizes: dict[str, Any] = {
         "ranks": ranks,
-        "memory_bytes": None,
+        "memory_bytes": None,  # those of the cluster's devices
         "tokens": max(job.batch_size // ranks, 1) * length,
         "length": length,
         "method": options.method,
         "rank": options.rank,
         "accumulation": options.accumulation,
-        "logits": LOSS_TOKENS,
-        "projections": 4,
+        "logits": LOSS_TOKENS,  # tokens whose logits exist at once
+        "projections": 4,  # linear layers of attention with adapters: q, k, v and o
     }
 
     predicted = predict_finetune(job.model, cluster=cluster, **sizes)
@@ -224,7 +224,8 @@ def _changes(
     def change(
         what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
     ) -> FinetuneChange:
-        """Return how a change speeds up the split with experts spread, or the fastest one."""
+        """Return how a change speeds up the split with experts spread (`of_experts`), or the
+        fastest one; `other` is the changed cluster, and `changed` are changed sizes."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
         split_before = found.splits["experts" if of_experts else found.fastest]
         split_after = after.splits["experts" if of_experts else after.fastest]
@@ -268,7 +269,7 @@ def _what_fits(
         return bool(predict_finetune(job.model, **{**limited, **changed}).fits)
 
     fitting = []
-    factors = [2**power for power in range(1, MOST_TIMES.bit_length())]
+    factors = [2**power for power in range(1, MOST_TIMES.bit_length())]  # 2, 4, ... MOST_TIMES
     for factor in factors:
         ranks = cluster.world * factor
         if job.model.moe.num_experts % ranks == 0 and fits(ranks=ranks):
@@ -284,6 +285,7 @@ def _what_fits(
         if weight_bytes < own_bytes and fits(method=method):
             fitting.append(f"--method {method}")
             break
+    # the framework itself uses 1 GiB
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
     changes = "; or ".join(fitting) or "no single change that was tried"
     return f"{needs}; smallest that fits: {changes}"

@@ -106,6 +106,7 @@ def ranked(options: PlanOptions, job: Job, simulator: Simulator, flags: str | No
 def _found_for(job: Job, best: PlannedStep, simulator: Simulator, options: PlanOptions) -> FoundFor:
     """Return what a plan was found for, as its file says it."""
     cluster = simulator.cluster
+    # `split.of` cuts the job's micro-batches as the split does
     return FoundFor(
         model=options.model,
         cluster=options.cluster,
@@ -118,13 +119,15 @@ def _found_for(job: Job, best: PlannedStep, simulator: Simulator, options: PlanO
 def _print(
     job: Job, simulator: Simulator, result: Result, options: PlanOptions, flags: str | None
 ) -> int:
-    """Print the answer on standard output; returns the exit code."""
+    """Print the answer on standard output, and write the page that --page asks for; returns the
+    exit code. The caller has written the plan, to the file of --write."""
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
     lines = _lines(job, simulator, result, options, flags)
 
     if options.page is not None:
-        # the page has the last line's sources one by one
+        # the last line, of `what_was_measured`, names the sources of the cluster's numbers; the
+        # page lists them one by one
         _write_page(options, lines[:-1], job, result, simulator)
 
     if options.json:
@@ -184,12 +187,13 @@ def _print_without_layout(
     def on_devices(count: int) -> tuple[Job, ClusterSpec]:
         """Return the job and the cluster with this number of devices, in whole nodes."""
         devices_per_node = read_cluster(options.cluster).devices_per_node
-        larger = read_cluster(options.cluster, nodes=-(-count // devices_per_node))
+        nodes = -(-count // devices_per_node)  # rounded up
+        larger = read_cluster(options.cluster, nodes=nodes)
         return options.job(larger), larger
 
     changes = in_words(remedies(error.job, cluster, options.settings(), on_devices))
     lines = [f"{error}: {changes}", about_parameters(error.job, cluster)]
-    lines += _as_others(error.job, cluster, options, None, flags)
+    lines += _as_others(error.job, cluster, options, ours=None, flags=flags)
     if flags is None:
         raise InputError("; ".join(lines))
     print(*map(folded, lines), sep="\n")
@@ -219,7 +223,7 @@ def _lines(
         lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best), flags)
     elif flags is not None:
         lines.append("yours, under even routing, which is not compared with the plan above:")
-        lines += explained(job, cluster, None, flags)
+        lines += explained(job, cluster, ours=None, flags=flags)
 
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=options.price_per_hour is not None)
@@ -239,10 +243,10 @@ def _write_page(
     forward, backward = simulator.passes(
         compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
     )
-    stages = None
+    stages = None  # the passes of the micro-batches through pipeline stages
     if best.split.pp > 1:
         stages = cost_model.timed(forward, backward)
-    flight = None
+    flight = None  # the forward pass of two micro-batches in flight
     if best.split.in_flight > 1:
         forward_flight, _ = cost_model.flights(compiled, forward, backward)
         flight = forward_flight

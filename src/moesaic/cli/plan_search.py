@@ -207,6 +207,8 @@ class SearchOptions(JobOptions):
 
         pins = Pins(tp=self.tp, ep=self.ep, etp=self.etp, innermost=self.innermost)
 
+        # `give_up` and `refine` say when a plan is hopeless, and how many layouts are improved;
+        # `may_fly` tries two micro-batches in flight
         return Settings(
             give_up=GIVE_UP,
             refine=REFINED,
@@ -229,6 +231,7 @@ class SearchOptions(JobOptions):
             InputError: if it is impossible for the job on the cluster.
         """
         layout = from_flags(flags)
+        # called for what they refuse
         unread_flags(flags, job)
         predict(job, cluster, layout)
         return layout

@@ -2,6 +2,8 @@
 
 Jobs, layouts and MaxVio are those of `plan_search.py`. *Ours* is the speed of the best plan of the
 search, *others* are layouts of other training systems, and *narrow* products are those in 8 bits.
+Of a step's `estimate`, `parts` are seconds that sum to it, and `limits` the seconds in which each
+resource, such as a link, is busy; the `bottleneck` is the busiest.
 """
 
 from __future__ import annotations
@@ -191,6 +193,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
 
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
+        # `split.of` cuts the job's micro-batches as the split does
         layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
         schedule = choose(simulator, layer, best.grid).schedule
         yield (
@@ -295,6 +298,7 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     layout = from_flags(flags)
     step = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
+    # (least, most) factor by which a step may take longer: the rate of narrow products is uncertain
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
     yield (
@@ -324,7 +328,7 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
 def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[str]:
     """Yield a warning if a step has fewer sequences than its pipelines need."""
     if not fills_pipeline(job, cluster, layout):
-        groups = cluster.world // (layout.tp * layout.cp * layout.pp)
+        groups = cluster.world // (layout.tp * layout.cp * layout.pp)  # data-parallel pipelines
         yield (
             f"warning: a step has {layout.sequences(cluster.world)} sequences, fewer than its "
             f"pipelines need: give at least {layout.pp * groups * layout.micro_batch}"

@@ -118,6 +118,7 @@ def table(profile: Profile) -> Table:
     figures = Table("what", "value", title=f"{cluster.name}: {cluster.description}")
     for link in cluster.links:
         whose = f"{link.devices} ranks together" if link.devices > 1 else "each rank"
+        # a profile has one rate for all links of a kind; 1 gbps is 125 MB/s
         megabytes_per_second = link.gbps[0] * 125
         figures.add_row(f"{link.name}, {whose}", f"{megabytes_per_second:.1f} MB/s")
     # straight lines: seconds = alpha + beta * bytes

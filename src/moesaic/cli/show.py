@@ -2,7 +2,8 @@
 memory. Runs without torch.
 
 A *movement* is a task of a program that sends something: inside nodes, or across them. `found` says
-what a plan file was found for: a model, a cluster and a layer.
+what a plan file was found for: a model, a cluster and a layer. `rows` are those of the table of
+bytes (`_movement_rows`), by the name of a program.
 """
 
 from __future__ import annotations
@@ -148,13 +149,13 @@ def run(arguments: Sequence[str]) -> int:
     compiled = compile_plan(plan, grid)
     sizes_by_sample = None
     if options.samples:
-        compiled = moving(compiled)
+        compiled = moving(compiled)  # the programs of calls in which samples may move
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
         sizes_by_sample = _by_sample(sizes, plan, options.layer, options.samples)
         sizes = sizes_by_sample
     programs = {"forward": compiled.forward, "backward": compiled.backward}
-    if compiled.again is not None:
+    if compiled.again is not None:  # what backward runs of forward again
         programs["again"] = compiled.again
     rows = {}
     timelines = {}
@@ -223,7 +224,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     grid = compiled.grid
     even = uniform_counts(compiled.grid.dp, layer)  # (dp, num_experts)
     skewed = np.zeros_like(even)
-    skewed[:, : layer.top_k] = layer.tokens
+    skewed[:, : layer.top_k] = layer.tokens  # every token goes to the first top_k experts
     experts = ExpertSizes.stacked(
         layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes
     )
@@ -234,13 +235,14 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
         copies = copies_by_rank(compiled.forward, grid, counts)
         tokens = -(-copies.sum(1) // layer.top_k)  # rounded up
         call = CountedCall(copies, tokens=tokens, units=experts.units, experts=lambda: experts)
-        unreplicated = budget.unreplicated
+        unreplicated = budget.unreplicated  # the plan without replication: no rows (None) before
+        # rows that the budget sends to other ranks, and slices; None if there are none
         _, replicated, cut = budget.hold(unreplicated, None, call)
         whole = float(budget.peak(unreplicated, None, call).max())
         rows.append(
             {
                 "routing": routing,
-                "bytes": int(whole),
+                "bytes": int(whole),  # of the call in one piece, whatever the budget
                 "replicated_rows": 0 if replicated is None else replicated.total,
                 "slices": 1 if cut is None else cut.num_slices,
                 "kept_slices": 1 if cut is None else cut.kept,
@@ -343,21 +345,29 @@ def _title(options: ShowOptions, of_file: OfFile | None, cluster: ClusterSpec, g
     return f"{model} on {_where(cluster, grid)}: {stages}{name_of(grid)}"
 
 
-def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
+def _by_sample(
+    sizes: CallSizes, plan: Plan, layer: LayerOptions, samples_per_rank: int
+) -> CallSizes:
     """Return the sizes of a call whose copies are kept apart by sample, with every sample staying
-    on its rank."""
+    on its rank; `sizes` are those of a call that does not keep them apart."""
     grid = sizes.grid
     copies_per_expert = layer.tokens * layer.top_k // layer.num_experts
-    splits_evenly = copies_per_expert % slots == 0 and layer.tokens % slots == 0
+    length = layer.tokens // samples_per_rank
+    splits_evenly = (
+        copies_per_expert % samples_per_rank == 0 and layer.tokens % samples_per_rank == 0
+    )
     if not splits_evenly or grid.tp > 1:
         raise InputError(
-            f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's "
+            f"--samples {samples_per_rank}: needs --mesh.tp 1, and samples among which a rank's "
             f"{layer.tokens} tokens and each expert's {copies_per_expert} copies split evenly"
         )
-    copies = np.full((grid.world, slots, layer.num_experts), copies_per_expert // slots)
-    homes = Homes.start(grid.world, slots)
-    index = LayoutIndex(grid, layer.num_experts, slots, parts=plan.chunks)
-    placed = PlacedIndex(index, lambda: homes.targets(homes), layer.tokens // slots)
+    copies = np.full(
+        (grid.world, samples_per_rank, layer.num_experts), copies_per_expert // samples_per_rank
+    )
+    homes = Homes.start(grid.world, samples_per_rank)
+    index = LayoutIndex(grid, layer.num_experts, samples_per_rank, parts=plan.chunks)
+    # the target of each sample is the home that it has: none moves
+    placed = PlacedIndex(index, targets=lambda: homes.targets(homes), length=length)
     return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
 
 
@@ -366,6 +376,7 @@ def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[
     rows = []
     stages = {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
+        # weights move by hidden units, each with `dim` numbers of every matrix of an expert
         inside, across = moved.num_bytes(
             layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim
         )
@@ -402,7 +413,7 @@ def _as_data(
             "inside_bytes": sum(row["inside_bytes"] for row in rows[name]),
             "across_bytes": sum(row["across_bytes"] for row in rows[name]),
             "seconds": timelines[name].makespan,
-            "overlap": timelines[name].overlap,
+            "overlap": timelines[name].overlap,  # share of the moving that computing hides
         }
     return data
 

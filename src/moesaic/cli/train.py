@@ -103,7 +103,7 @@ def train_from(
         config = config or _configured(arguments, presets, command)  # on ranks, one refuses for all
         result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
-        if place.fails_first(error):
+        if place.fails_first(error):  # of several ranks that fail, the first one reports
             raise
         return 2 if isinstance(error, InputError) else 1
     if place.is_first and not result.was_stopped:

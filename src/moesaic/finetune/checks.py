@@ -47,7 +47,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             f"{options.model}: is neither a folder nor a name on the hub of a model: it has "
             f"no {CONFIG}"
         )
-    config = read_config(folder, None, LOADED)
+    config = read_config(folder, methods=LOADED)
     model = Architecture(config).model
     experts = Targets.experts(model)
     if not experts:
@@ -125,8 +125,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             method=options.method,
             rank=options.rank,
             logits=LOSS_TOKENS,
-            projections=4,
-            stages=(options.pp, max(options.batch // at_once, 1)),
+            projections=4,  # linear layers of attention with adapters: q, k, v and o
+            stages=(options.pp, max(options.batch // at_once, 1)),  # and micro-batches
         )
 
     prediction = predicted(options.length, world)
@@ -137,7 +137,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
 
     advice = []
     for halvings in range(1, 8):
-        length = options.length >> halvings
+        length = options.length >> halvings  # halved that many times
         if length and predicted(length, world).fits:
             advice.append(f"--length {length}")
             break

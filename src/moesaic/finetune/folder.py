@@ -10,7 +10,8 @@ their places one by one, and checkpoints as a whole. A link, or anything else wh
 is named before the run begins.
 
 A checkpoint is *sealed* by complete.json, which has the checksums of its other files.
-`require_place` refuses what is in a place that something else is to have.
+`require_place` refuses what is in a place that something else is to have. `typed` says that a user
+typed the path of the folder, which may then be a link.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class FinetuneFolder:
         self._options = options
         self._ranks = ranks
         self._contents = dict(contents)
-        self._claim = RunFolder(self.path)
+        self._claim = RunFolder(self.path)  # with the lock that keeps other processes out
 
     def claim(self, say: Callable[[str], None]) -> Path | None:
         """Take the folder for this run alone, and return the checkpoint to go on from; None to
@@ -216,7 +217,7 @@ class FinetuneFolder:
                 another model, or all of its checkpoints are damaged.
         """
         start: Path | None = None
-        with self._on_first():
+        with self._together():
             if self._ranks.is_first and self._options.resume:
                 self._claim.claim()
                 self._require_contents()
@@ -228,7 +229,7 @@ class FinetuneFolder:
     def begin(self) -> None:
         """Make the folder of a new run, and describe the run in it; of a resumed one, write a lost
         description anew."""
-        with self._on_first():
+        with self._together():
             if not self._ranks.is_first:
                 return
             if not self._options.resume:
@@ -261,15 +262,15 @@ class FinetuneFolder:
         what = f"checkpoint {target} could not be written"
         rest = "earlier checkpoints are intact"
         # Between two blocks all ranks wait for each other.
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             unfinished = self._new_folder("checkpoint")
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             own = unfinished / states_name(self._ranks.rank, self._ranks.world)
             write_into(unfinished)
             write_own(own)
             own_sum = {own.name: checksum(own)}
         sums_of_ranks = self._ranks.gathered(own_sum)
-        with self._on_first(what, rest):
+        with self._together(what, rest):
             if self._ranks.is_first:
                 write(unfinished / RUN, json.dumps(self._description, indent=1) + "\n")
                 sums: dict[str, Any] = {}
@@ -277,6 +278,7 @@ class FinetuneFolder:
                     sums |= of_rank
                 for path in CHECKPOINTS.own_files(unfinished):
                     flush(path)
+                    # of files of states, the ranks that wrote them have computed it
                     sums.setdefault(path.name, checksum(path))
                 seal(unfinished, sums)
                 flush(unfinished)
@@ -300,11 +302,11 @@ class FinetuneFolder:
         """
         target = self.path / within if within else self.path
         what = f"{target}: the {kind} could not be written"
-        with self._on_first(what):
+        with self._together(what):
             unfinished = self._new_folder(kind)
-        with self._on_first(what):
+        with self._together(what):
             write_into(unfinished)
-        with self._on_first(what):
+        with self._together(what):
             if self._ranks.is_first and within is not None:
                 for path in sorted(unfinished.iterdir()):
                     flush(path)
@@ -325,7 +327,7 @@ class FinetuneFolder:
         Raises:
             InputError: on all ranks: there is something else than a file.
         """
-        with self._on_first():
+        with self._together():
             if self._ranks.is_first:
                 for name in names:
                     require_place(self.path / name)
@@ -402,7 +404,7 @@ class FinetuneFolder:
                     path.unlink()
 
     @contextmanager
-    def _on_first(self, what: str = "", rest: str = "") -> Iterator[None]:
+    def _together(self, what: str = "", rest: str = "") -> Iterator[None]:
         """Raise what any rank raises on all ranks; what cannot be written becomes an InputError of
         one line.
 

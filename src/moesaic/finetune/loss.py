@@ -70,6 +70,7 @@ def loss_in_parts(
     # a copy, since FSDP2 warns of views
     head.forward = Tensor.clone
     base.loss_function = loss_of_hidden
+    # equal to rounding: a family that caps its logits would have another loss
     if abs(loss_of_ids() - expected) <= 1e-4 * abs(expected):
         return restore
     restore()

@@ -94,7 +94,7 @@ def write_merged(
 def _architecture(base: Any, source: Path, dtype: torch.dtype, ranks: Ranks) -> Architecture:
     """Return what the output holds: the source's model, untied if a weight differs from the one
     that it is tied to."""
-    config = read_config(source, None, LOADED)
+    config = read_config(source, methods=LOADED)
     config.dtype = dtype
     architecture = Architecture(config)
     are_equal = True

@@ -6,7 +6,8 @@ checkpoint counts once all ranks have saved theirs. The same number of ranks goe
 the same bits.
 
 With stages (`--pp`) the layers of a model are spread over groups of ranks; the ranks of a stage
-share its experts, as all ranks do without stages.
+share its experts, as all ranks do without stages. In a block of `ranks.together()`, what one rank
+raises is raised on all.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def adapted(
         return adapt(base, options)
     per_stage = ranks.world // ranks.pp
     base = load_stage(source, cut, **loading(options, per_stage, device))
-    whole = Architecture(read_config(source, None, LOADED)).model
-    group = None if ranks.mesh is None else ranks.mesh.process_group
+    whole = Architecture(read_config(source, methods=LOADED)).model
+    group = None if ranks.mesh is None else ranks.mesh.process_group  # the ranks of the stage
     with cut.layers_on_meta(base, whole):
         return adapt(base, options, group)
 
@@ -243,6 +244,7 @@ class Run:
         self._ranks = ranks
         self._device = device
         self._restore: Callable[[], None] | None = None
+        """What undoes `loss_in_parts`; None if there is nothing to undo."""
         self.staged: StagedModel | None = None
         """The model in stages, if it has some."""
         if ranks.pp > 1:
@@ -276,7 +278,7 @@ class Run:
         done = 0 if start is None else CHECKPOINTS.step_of(start)
         self._restore = loss_in_parts(
             self._model,
-            rows[:1, :64].to(self._device),
+            rows[:1, :64].to(self._device),  # a short piece is enough to compare losses
             loss_of=None if self.staged is None else self.staged.loss,
         )
         if done >= steps:
@@ -284,7 +286,7 @@ class Run:
 
         with (
             TrainingProgress(steps, done, label="fine-tuning") as progress,
-            stop_requests() as signals,
+            stop_requests() as signals,  # gets the names of signals that ask to stop
         ):
             keep = Keep(start, states, signals, self._ranks)
             show = Show(progress, options.batch * options.length)
@@ -381,11 +383,11 @@ class Run:
             output_dir=options.out,
             per_device_train_batch_size=options.micro_batch * at_once,
             gradient_accumulation_steps=self._accumulation // at_once,
-            max_steps=options.steps or -1,
+            max_steps=options.steps or -1,  # -1: by epochs
             num_train_epochs=options.epochs,
             learning_rate=options.learning_rate,
             lr_scheduler_type="cosine",
-            warmup_steps=0.03,
+            warmup_steps=0.03,  # below 1: a share of the steps
             weight_decay=0.0,
             logging_steps=1,
             logging_nan_inf_filter=False,

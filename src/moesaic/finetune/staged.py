@@ -54,13 +54,13 @@ class StagedModel:
         sequences, length = tokens
         # Tokens with a target in a step of this rank: all but the last one of each sequence.
         self._num_targets = count * sequences * (length - 1)
-        self._zero = torch.zeros((), device=device)
+        self._zero = torch.zeros((), device=device)  # the loss of all stages but the last
         self._route = Route(
             stage=ranks.stage,
             stages=ranks.pp,
             group=ranks.stages["pp"].get_group(),
             device=self._zero.device,
-            sent=(length, base.config.get_text_config().hidden_size),
+            sent=(length, base.config.get_text_config().hidden_size),  # of each sequence
             dtype=base.dtype,
         )
         self._schedule = self._route.schedule([self._part], tokens, count, self._loss_of)
@@ -74,13 +74,13 @@ class StagedModel:
         Returns:
             the mean loss over all ranks' tokens, ().
         """
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # the schedule adds each micro-batch's part of the mean
         inputs = (ids,) if self._ranks.stage == 0 else ()
         ends: dict[str, Any] = {"target": ids, "losses": losses} if self._is_last else {}
         with as_parts_raise():
             self._schedule.step(*inputs, return_outputs=False, **ends)
         loss = torch.stack(losses).sum().detach().float() if losses else self._zero
-        return self._ranks.mean(loss)
+        return self._ranks.mean(loss)  # over the ranks of the last stage; all get it
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ class StagedModel:
         Args:
             ids: (sequences, length), the same on all ranks that pass activations to each other.
         """
-        route = replace(self._route, sent=(ids.shape[1], self._route.sent[1]))
+        _, width = self._route.sent
+        route = replace(self._route, sent=(ids.shape[1], width))
         return route.forward([self._part], ids, lambda part, x: part(x))
 
     def logits_on_first(self, ids: Tensor) -> Tensor:
@@ -144,6 +145,7 @@ class _Part(nn.Module):
     def __init__(self, base: Any, *, reads_tokens: bool, flies: bool) -> None:
         super().__init__()
         self._flies = flies
+        # the argument by which the model takes what the stage gets
         self._name = "input_ids" if reads_tokens else "inputs_embeds"
         self.base = base
 

@@ -79,7 +79,7 @@ class StageCut:
         if not self.is_last:
             decoder.norm = Absent()
             model.set_output_embeddings(Absent())
-            model.all_tied_weights_keys = {}
+            model.all_tied_weights_keys = {}  # the head, which may be tied, is not here
 
     def class_of(self, kind: Any) -> Any:
         """Return a subclass of a class of transformers whose `from_pretrained` loads this stage

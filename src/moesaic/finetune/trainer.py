@@ -75,7 +75,7 @@ def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path
             for name, value in state.items()
         }
     own["state"] = local
-    random = [torch.get_rng_state()]
+    random = [torch.get_rng_state()]  # of the CPU, then of each GPU
     if torch.cuda.is_available():
         random += torch.cuda.get_rng_state_all()
     states = {"optimizer": own, "schedule": schedule.state_dict(), "random": random}
@@ -106,6 +106,7 @@ class Keep(transformers.TrainerCallback):
         start: the checkpoint to go on from; None to begin.
         states: this rank's states of it.
         asked: gets the names of signals that this rank received.
+        ranks: the ranks of the run.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Keep(transformers.TrainerCallback):
             return
         states = self._states
         self._states = None
-        with self._ranks.together():
+        with self._ranks.together():  # what one rank raises, all raise
             try:
                 states["optimizer"] = numbered(states["optimizer"], optimizer, model)
                 require_states(states, optimizer)
@@ -153,6 +154,7 @@ class Keep(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end if any rank received a signal."""
+        # (the signal, the same on all ranks; whether one still writes a checkpoint)
         self.stopped_by = self._ranks.agree(self._asked)[0]
         if self.stopped_by is not None:
             control.should_save = True
@@ -171,12 +173,17 @@ def _distribute_like(parameter: DTensor, values: dict[str, Any]) -> None:
 
 
 class Show(transformers.TrainerCallback):
-    """Shows losses and tokens per second, and ends a run whose loss is not finite."""
+    """Shows losses and tokens per second, and ends a run whose loss is not finite.
+
+    Args:
+        progress: shows them.
+        tokens: those of a step, over all ranks.
+    """
 
     def __init__(self, progress: TrainingProgress, tokens: int) -> None:
         self._progress = progress
         self._tokens = tokens
-        self._before = time.perf_counter()
+        self._before = time.perf_counter()  # when the step before ended
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show a step."""

@@ -166,6 +166,7 @@ def _faults_of_experts(trace: Trace, layer: int) -> list[str]:
     for step in trace.steps:
         for micro in range(trace.shape.accumulation):
             experts = trace.experts(layer, step, micro)
+            # what was not sent was chosen too
             chosen = np.where(experts < 0, -1 - experts.astype(np.int64), experts)
             # sorted, equal experts of a token are neighbours
             in_order = np.sort(chosen, axis=1)

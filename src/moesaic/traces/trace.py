@@ -55,7 +55,7 @@ class Trace:
 
     def __init__(self, parts: Sequence[TraceSegment | Header], name: str) -> None:
         self.shape = parts[0].shape
-        self.holds = parts[0].holds
+        self.holds = parts[0].holds  # "counts" or "tokens", as in the module docstring
         self.name = name
         self._parts = parts
         self._place: dict[int, tuple[int, int]] = {}  # step -> (segment, its row there)
@@ -404,7 +404,7 @@ def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> 
             path.parent.mkdir(parents=True, exist_ok=True)
         else:
             path.parent.parent.mkdir(parents=True, exist_ok=True)
-            folder_below(path.parent)
+            folder_below(path.parent)  # made, and refused if it is a link
         write(path, data.getvalue(), typed=typed)
     except OSError as error:
         raise InputError(

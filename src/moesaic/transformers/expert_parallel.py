@@ -76,6 +76,7 @@ class MoesaicEP(EPImplementation):
         if reason is None and gate_of(experts) is None:
             reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
+        """transformers' own implementation, which runs experts that Moesaic's programs cannot."""
         if reason is not None:
             warn(
                 f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens"
@@ -83,9 +84,11 @@ class MoesaicEP(EPImplementation):
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
 
+        # an ep mesh that is not made of whole tp meshes runs as if each rank had its own tokens
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
-        self._experts = weakref.ref(experts)
+        self._experts = weakref.ref(experts)  # weak, since the experts hold this object
+        # computes the experts of all ranks on this rank's tokens, by a plan
         self.run = ChosenExperts(
             self._spread(experts),
             hidden=hidden_of(experts),
@@ -198,7 +201,7 @@ def distributed_config(
         tp = options.get("tp_size") or 1
         pp = options.get("pp_size") or 1
         replicas = options.get("dp_replicate_size") or 1
-        fsdp = max(world // (tp * pp * replicas), 1)
+        fsdp = max(world // (tp * pp * replicas), 1)  # all ranks that the other sizes leave
         if fsdp * tp % ep_size:
             raise InputError(
                 f"ep_size={ep_size} does not divide the processes that share a model, {world} of "

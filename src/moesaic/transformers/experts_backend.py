@@ -78,7 +78,7 @@ class Matrices:
         if module.has_bias:
             up_bias = split_inputs(module, getattr(module, f"{up_name}_bias"))
             down_bias = module.down_proj_bias
-        return cls(split_inputs(module, up), up_bias, down, down_bias)
+        return cls(up=split_inputs(module, up), up_bias=up_bias, down=down, down_bias=down_bias)
 
 
 def split_inputs(module: Any, whole: Tensor) -> Tensor:
@@ -198,14 +198,14 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     if gate is None:
         rows = permute(x.to(dtype), permutation)
         out = _family_rows(module, matrices, rows, permutation)
-        weight_of_row = only_sent(weight_of_row, permutation)
+        weight_of_row = only_sent(weight_of_row, permutation)  # 0 for rows of other ranks
         weighted = out * weight_of_row.to(out.dtype).unsqueeze(1)
         return unpermute(weighted, permutation, dtype=x.dtype)
     work = ExpertWork(
         x=x.to(dtype),
         dispatch=permutation.dispatch,
         gates=weight_of_row,
-        gates_first=False,
+        gates_first=False,  # the weights multiply the experts' results, not their inputs
         ends=permutation.ends,
         up=matrices.up,
         up_bias=matrices.up_bias,
@@ -223,7 +223,8 @@ def _family_rows(module: Any, matrices: Matrices, rows: Tensor, permutation: Per
     expert = expert_of_rows(permutation.ends, len(rows))
 
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """Return each row's product with its expert's matrix (out, in), plus the bias."""
+        """Return each row's product with its expert's matrix (out, in), plus the bias; 0 for rows
+        that are not sent."""
         out = grouped_matmul(rows, matrix, permutation.ends)
         if bias is not None:
             out = out + bias.index_select(0, expert)
@@ -295,7 +296,9 @@ def sorted_copies(
         expert = expert.index_select(0, local)
         weight = weight.index_select(0, local)
         rows_per_token = None  # it differs from token to token
-    counts = count(expert, None, module.num_experts + 1)[: module.num_experts]
+    # one more is counted, and left out: that which marks experts of other ranks
+    counts = count(expert, alive_N=None, num_experts=module.num_experts + 1)
+    counts = counts[: module.num_experts]
     permutation = sort_by_expert(
         token, expert, counts, num_tokens, rows_per_token, has_unsent=has_unsent
     )

@@ -80,6 +80,7 @@ class FamilyFrozenExperts(FrozenExperts):
                 "on several ranks, need one of docs/transformers.md: leave quantization_config "
                 "out, or train with ep_size=1"
             )
+        # the module is kept in a function: as an attribute it would become a part of this one
         self._read: Callable[[], FrozenWeights] = lambda: _weights_of(module)
         weights = _weights_of(module)
         super().__init__(
@@ -90,12 +91,12 @@ class FamilyFrozenExperts(FrozenExperts):
             clamp=gate.clamp,
             form=weights.form,
         )
-        self.is_spread = True
+        self.is_spread = True  # the parameters are this rank's part
 
     def frozen_weights(self) -> FrozenWeights:
         """Return this rank's part of the module's tensors."""
         weights = self._read()
-        self.form = weights.form
+        self.form = weights.form  # anew, since adapters may have come since
         return weights
 
 
@@ -300,7 +301,8 @@ def _as_peft_made(model: nn.Module) -> list[Any]:
     def order(module: Any) -> tuple[bool, int, int]:
         """Return the key by which modules are sorted."""
         if hasattr(module, "parameter_name"):
-            # wrappers of several parameters of one module lie in each other
+            # wrappers of several parameters of one module lie in each other: the inner ones, made
+            # first, have the later places
             return True, place[module.get_base_layer()], -place[module]
         return False, place[module], 0
 
@@ -513,7 +515,7 @@ def _average(
         group: the ranks that share the model; None for all.
     """
     world = dist.get_world_size(group)
-    mesh = implementation.ep_mesh
+    mesh = implementation.ep_mesh  # the ranks over which experts are spread
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
         raise InputError(
             "adapters of experts on several ranks need tp_size=1 and pp_size=1: change "
@@ -527,8 +529,9 @@ def _average(
     ]
     of_experts = [linear.weight for linear in linears if linear.weight.requires_grad]
 
-    # A gradient of an expert is the sum over the ranks of its mesh. Of `copies` meshes, the mean is
-    # taken, so that this factor makes it the mean over all ranks.
+    # A gradient of an expert is the sum over the ranks of its mesh. Each of `copies` meshes has the
+    # experts, and `_Mean` below takes the mean over these: with the factor 1 / (ranks of a mesh),
+    # which is copies / world, that is the mean over all ranks.
     copies = world // mesh.size()
     for weight in of_experts:
         weight.register_hook(lambda gradient: gradient * (copies / world))
@@ -536,6 +539,7 @@ def _average(
         assert group is None, "experts of a part of the ranks have no copies within it"
         place_of_rank: list[int] = [0] * world
         dist.all_gather_object(place_of_rank, mesh.get_local_rank())
+        # by place within a mesh: the ranks there, one of each mesh, which have the same experts
         ranks_at_place: list[list[int]] = [[] for _ in range(mesh.size())]
         for rank, place in enumerate(place_of_rank):
             ranks_at_place[place].append(rank)

@@ -8,7 +8,8 @@ names in files differ from the model's: the experts and routers of many families
 the parameters' names. No file is a pickle.
 
 A checkpoint is *sealed* by a last file with the checksums of all others. A model is *spread* if
-`distributed_config` shards it over ranks, whose parameters are then DTensors.
+`distributed_config` shards it over ranks, whose parameters are then DTensors. `typed`
+says that a user typed the path of a folder, which may then be a link.
 """
 
 from __future__ import annotations

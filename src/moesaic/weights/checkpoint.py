@@ -191,6 +191,7 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     left_behind += copies
     layout = Layout(format.blocks(model, stored), model.shapes, format.title)
 
+    # name in the files -> stored name
     name_of = {str(format.stored_name(name, None)): name for name in layout.shapes}
     missing = name_of.keys() - stored.keys()
     if missing:
@@ -278,7 +279,9 @@ def _without_copies(
         return model, stored, []
     untied = model.untied()
     blocks = format.blocks(untied, stored)
+    # the model's name of a tensor -> its name in the files
     in_file = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
+    # by their names in the files: a tied weight -> the tensor that it is tied to
     twins = {in_file[name]: in_file[twin] for name, twin in model.tied.items()}
 
     tensors = dict(stored)
@@ -354,6 +357,7 @@ def _add_states(
             names_in_file.add(in_file)
             tensor = stored[in_file]
             expected = () if state == COUNTER else shape
+            # the rows that pad a tensor are never read
             if tensor.shape == expected or name in PADDED:
                 checkpoint.tensors.setdefault(state, {})[name] = tensor
             else:

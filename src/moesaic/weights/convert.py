@@ -85,7 +85,8 @@ def convert(
 def _opened(folder: Path, format: str, config: str | Path | None) -> Side:
     """Return the checkpoint in a folder, with the configuration given or found there."""
     table = read_config(folder, None if config is None else Path(config))
-    return Side(open_checkpoint(folder, format, Architecture(table)), folder, format, table)
+    checkpoint = open_checkpoint(folder, format, Architecture(table))
+    return Side(checkpoint, folder, format, config=table)
 
 
 def _check_formats(*names: str) -> None:
@@ -113,7 +114,7 @@ def _written(
     before.model.config.save_pretrained(target)
     write_companions({name: data for name, data in others.items() if name != CARD}, target)
     FORMATS[to].write(target, tensors)
-    return open_checkpoint(target, to, Architecture(read_config(target, None)))
+    return open_checkpoint(target, to, Architecture(read_config(target)))
 
 
 def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> None:
@@ -142,11 +143,12 @@ def _named(before: Checkpoint, format: AbstractFormat) -> tuple[dict[str, Readab
 
 
 def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
-    """Hash source and output, compare them, and return the entries of the receipt that follow.
+    """Hash source and output, compare them, and return the entries of the receipt that come of it.
 
     Raises:
         InputError: they differ, because of a bug in this program or a fault of the disk.
     """
+    # by state, then by name; what a format has no place for is in the source alone
     digests = before.digests()
     digests_after = after.digests()
     shared = {state: of_state for state, of_state in digests.items() if state in digests_after}
@@ -190,7 +192,7 @@ def verify(out: str | Path) -> dict[str, Any]:
             f"{folder / RECEIPT} is missing: no conversion finished here, convert again"
         )
     receipt = _read_receipt(folder / RECEIPT)
-    model = Architecture(read_config(folder, None))
+    model = Architecture(read_config(folder))
     lost = receipt.left_behind & model.tied.keys()
     if lost:
         raise InputError(
@@ -211,7 +213,7 @@ def verify(out: str | Path) -> dict[str, Any]:
                     f"{folder}: {_first_differing(name, digest, found.get(name))} ({state}) is not "
                     "what the receipt says: convert or fetch it again"
                 )
-            if isinstance(digest, list):
+            if isinstance(digest, list):  # of the experts of a layer, one for each
                 num_experts += len(digest)
     return {
         "tensors": sum(len(each) for each in actual.values()),

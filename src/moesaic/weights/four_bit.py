@@ -59,7 +59,7 @@ class FourBit:
             return False
         num_values = math.prod(self.shape)
         return (
-            num_values == 2 * self.codes.shape[0]
+            num_values == 2 * self.codes.shape[0]  # two codes a byte
             and num_values == nf4.BLOCK * blocks
             and min(self.shape) > 0
         )

@@ -88,6 +88,7 @@ class Hub(AbstractFormat):
             elif not operations:
                 (name,) = hub_tensors
                 yield StoredBlock(name, at=whole, tensor=tensor, index=whole)
+            # a matrix of each kind for each expert
             elif (
                 operations <= {"MergeModulelist", "Concatenate"}
                 and len(hub_tensors) % shape[0] == 0

@@ -194,6 +194,7 @@ class BlockIndex:
     number."""
 
     def __init__(self) -> None:
+        # stored name -> number (None of blocks of no single expert or layer) -> blocks
         self._blocks: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(
             lambda: defaultdict(list)
         )

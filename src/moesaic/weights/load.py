@@ -90,7 +90,7 @@ def _state(folder: Path) -> tuple[Architecture, dict[str, Any], bool]:
         the model, untied if the checkpoint holds two values of a tied weight; the tensors; whether
         names are those stored.
     """
-    architecture = Architecture(read_config(folder, None, LOADED))
+    architecture = Architecture(read_config(folder, methods=LOADED))
     try:
         checkpoint = open_checkpoint(folder, format_of(folder), architecture)
     except UnmappedError:

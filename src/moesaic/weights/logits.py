@@ -51,9 +51,9 @@ def compare_logits(old: Side, new: Side) -> dict[str, Any]:
     """Run both models on the fixed text in float32, or in float64 if they are stored so.
 
     Returns:
-        "tokens", "largest_difference" and "largest" (of the logits of both, in absolute value) over
-        all finite logits, and "not_finite", the number of logits that are equally infinite, or not
-        numbers, on both sides.
+        "tokens" (how many were compared), "largest_difference" (in absolute value, between the two
+        models), "largest" (the old model's largest finite logit, in absolute value), and
+        "not_finite", the number of logits that are equally infinite, or not numbers, on both sides.
 
     Raises:
         InputError: they differ by more than rounding, or transformers loads another value than was
@@ -206,7 +206,7 @@ def _can_load(side: Side) -> bool:
     block = sizes_of_blocks(table)
     if block is None:
         return False
-    for name, tensor in side.checkpoint.tensors[None].items():
+    for name, tensor in side.checkpoint.tensors[None].items():  # the weights, by stored name
         if not isinstance(tensor, Computed):  # what is computed on reading was quantized
             continue
         shape = side.checkpoint.layout.shapes[name]

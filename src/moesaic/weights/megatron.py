@@ -199,6 +199,7 @@ class Megatron(AbstractFormat):
         if not mark.exists():
             return folder
         with opened(mark) as file:
+            # a number, or "release" for weights of no iteration
             iteration = file.read(100).decode(errors="replace").strip()
         if iteration.isdecimal() and len(iteration) < 10:
             return folder / f"iter_{int(iteration):07}"

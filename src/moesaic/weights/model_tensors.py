@@ -150,9 +150,9 @@ class Architecture:
         if experts is not None and not tensor.endswith("bias"):
             is_transposed = self.experts[experts].is_transposed
         return Part(
-            tensor,
-            tensor,
-            full_region(self.shapes[tensor]),
+            name=tensor,
+            tensor=tensor,
+            index=full_region(self.shapes[tensor]),
             transposed=is_transposed,
             stacked=experts is not None,
         )

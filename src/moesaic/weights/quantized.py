@@ -64,6 +64,7 @@ def dequantized(
         del tensors[name]
 
     for name, tensor in stored.items():
+        # where `Experts4bit` keeps the scales, if this is such a weight
         absmax = name.removesuffix("_proj") + "_absmax"
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
             weight = name.removesuffix(BLOCKS)
@@ -148,6 +149,7 @@ def refused_quantization(path: Path, methods: Sequence[str]) -> str:
         return ""
     named = f"{table.get('quant_method')}, {detail}" if detail else str(table.get("quant_method"))
     known = f"{', '.join(methods[:-1])} and {methods[-1]}"
+    # who only loads weights (`LOADED`) converts nothing, and is to name another checkpoint
     verb = "convert" if tuple(methods) == METHODS else "name"
     return (
         f"the weights are quantized ({named}), and only {known} are read: {verb} the checkpoint "

@@ -64,7 +64,7 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
     size = sum(parameter.nbytes for parameter in model.parameters())
     with filling(out):
         model.save_pretrained(out)
-        if trained.text is not None:
+        if trained.text is not None:  # the run's tokenizer
             write_tokenizer(trained.text, out)
         summary = {
             "model": type(model).__name__,
@@ -116,6 +116,7 @@ def to_hub(trained: Trained) -> Any:
         InputError: the model has no equivalent in transformers. The message names the option.
     """
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
+    # `text` is the run's tokenizer; None if it was trained on .bin files that name none
     config.eos_token_id = None if trained.text is None else trained.text.separator
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in [module for module in trained.model.modules() if isinstance(module, MoE)]:

@@ -79,6 +79,7 @@ def source_folder(
         fetched = snapshot_download(
             str(source),
             allow_patterns=list(patterns),
+            # of subfolders, only chat templates are wanted
             ignore_patterns=[f"*/{each}" for each in patterns if each != TEMPLATES],
             **of_hub,
         )

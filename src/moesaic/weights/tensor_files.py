@@ -242,6 +242,7 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if strides is None:
         return np.memmap(part.path, kind, "r", start, part.sizes)
 
+    # how many elements after the first one the last one lies
     last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides))
     flat = np.memmap(part.path, kind, "r", start, (last + 1,))
     byte_strides = [stride * kind.itemsize for stride in strides]
@@ -316,7 +317,8 @@ def _header(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = {
-                name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()
+                name: _stored(path, name, entry, begin=8 + length, size=size)
+                for name, entry in header.items()
             }
             spans = sorted(entry["data_offsets"] for entry in header.values())
             for (_, end), (next_start, _) in pairwise(spans):
@@ -365,7 +367,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
         raise InputError(
             f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again"
         )
-    whole = Part(path, begin + start, (0,) * len(shape), shape)
+    whole = Part(path, start=begin + start, offsets=(0,) * len(shape), sizes=shape)
     return Stored(dtype, shape, (whole,))
 
 
@@ -560,7 +562,8 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
                 f"{folder}: no part of {name} begins at {list(offsets)}: the list of "
                 "tensors is damaged"
             )
-        parts[name].append(Part(path, place.offset, offsets, sizes_at[offsets], place.length))
+        part = Part(path, place.offset, offsets, sizes_at[offsets], archive=place.length)
+        parts[name].append(part)
     return parts
 
 
@@ -579,7 +582,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 start = file.tell()
                 torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
-                place = _StorageInfo(DCP_FILE, start, file.tell() - start)
+                place = _StorageInfo(DCP_FILE, offset=start, length=file.tell() - start)
                 places[MetadataIndex(name, offsets, number)] = place
             properties = TensorProperties(dtype=tensor.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)

@@ -79,6 +79,7 @@ def _router(
 
     def make(at: Region) -> torch.Tensor:
         """Return a region of the router's matrix: all of it is drawn anew, from the same seed."""
+        # no two pairs of seed and layer give the same number: a model has fewer layers
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
         num_experts, dim = shape
         num_copies = num_experts // settings.granularity
@@ -134,6 +135,7 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             tensors[name] = weights[name]
         else:
             assert match is not None, name
+            # the one tensor without a dense one is the router: its dtype is that of a neighbour
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
         whole = full_region(shape)

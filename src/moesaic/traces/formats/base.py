@@ -3,7 +3,8 @@ writer.
 
 A format records either each token's experts, or counts of copies; `moesaic.traces.trace` says what
 a segment, its table and its sizes are. Foreign files do not say which tokens are a sequence: the
-tokens of a rank, or of a request, become one.
+tokens of a rank, or of a request, become one. `typed` says that a user typed a path, which may then
+be a link.
 """
 
 from __future__ import annotations

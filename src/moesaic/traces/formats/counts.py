@@ -5,7 +5,8 @@
 
 `step` may be missing; then all rows are step 0. Columns may stand in any order, and others are
 ignored. Numbers of layers, micro-batches and ranks may begin anywhere; they are taken in ascending
-order. A count that is left out is zero. The copies of a rank become one sequence.
+order. A count that is left out is zero. The copies of a rank become one sequence. `typed` says that
+a user typed the path, which may then be a link.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ SGLang  a JSON response. "routed_experts" is base64 text of flat int32, in "meta
         give --top-k if the response has the numbers of tokens.
 
 A folder has a file per request, read in the order of their names. If all requests are equally long,
-each becomes a sequence; otherwise all together become one sequence.
+each becomes a sequence; otherwise all together become one sequence. `typed` says that a user typed
+the path, which may then be a link.
 """
 
 from __future__ import annotations
