@@ -285,7 +285,10 @@ class DataRanks:
 
     def __init__(self) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] | None = None
+        """The process groups over which counts are summed, one after the other; (): this process
+        trains alone; None: not known yet."""
         self._is_fixed = False
+        """Whether the user gave the group."""
 
     def settle(self, group: Group, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Set the ranks, or detect them from the parameters.

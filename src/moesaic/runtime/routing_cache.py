@@ -51,8 +51,11 @@ class RoutingCache:
     def __init__(self, outer: dict[RoutingCached, RoutingCache]) -> None:
         self._outer = outer
         self._records: dict[RoutingCached, list[Cached]] = {}
+        """By layer, its records in call order."""
         self._before: dict[RoutingCached, tuple[Tensor, ...]] = {}
+        """By layer, the generators' states before its last call of the first pass."""
         self._position: dict[RoutingCached, int] | None = None
+        """By layer, how many records the present replay has read; None outside a replay."""
 
     @property
     def is_replaying(self) -> bool:
@@ -196,13 +199,14 @@ class _Caching(AbstractContextManager[None], AbstractSuspended):
         self._routing_cache = routing_cache
         self._replays = replays
         self._before: list[list[RoutingCache | None]] = []
+        """For each time it was entered and not left, the caches that the layers had before."""
 
     def __enter__(self) -> None:
         if self._replays:
             self._routing_cache.start_replay()
         self.resume()
         turn = TURN.get()
-        if turn is not None and not self._replays:
+        if turn is not None and not self._replays:  # suspended while another micro-batch computes
             turn.contexts.append(self)
 
     def __exit__(self, *exception: Any) -> None:
