@@ -77,7 +77,9 @@ class _Transposition:
         self._readers = Counter(
             name for task in program.tasks for name in task.reads if _flows(program, name)
         )
+        """By forward slot, how many tasks read it."""
         self._shares: dict[str, list[str]] = {}
+        """By forward slot with several readers, the slots of the shares of its cotangent."""
 
     def add(self, task: Task) -> None:
         """Append the transpose of a task, and the sums of cotangents that are complete with it."""
