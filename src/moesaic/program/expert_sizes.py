@@ -99,7 +99,8 @@ def missing_rows(num_rows: int) -> int:
     not padded."""
     if num_rows <= STEP:
         return 0
-    multiple = max(STEP, 1 << num_rows.bit_length() >> 5)
+    next_power_of_two = 1 << num_rows.bit_length()  # above the number, at most twice it
+    multiple = max(STEP, next_power_of_two >> 5)
     return -num_rows % multiple
 
 
@@ -113,7 +114,7 @@ def by_expert_scratch(call: KernelCall) -> int:
     limit = block_limit((hidden_buffers * call.units + dim_buffers * call.dim) * size)
     block_rows = most_block_rows(call.rows, limit)
 
-    gate_bytes = 2 * size * call.total
+    gate_bytes = 2 * size * call.total  # of every row, two single numbers
     hidden_bytes = block_rows * (hidden_buffers * call.units * size + ROW_NUMBER)
     buffer_bytes = block_rows * call.dim * size
     most_at_a_moment = max(
@@ -152,7 +153,8 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if not call.weights_late:
         return [(1, 0), (1, down), (for_sums + placed, up)]
     # The weighted gradients take one more buffer, unless rows in place are weighted as they are
-    # gathered. The dot products copy both factors to float32, as is their product.
+    # gathered. The dot products copy both factors to float32, as is their product: 4 bytes each for
+    # every hidden unit, and for some single numbers of a row.
     dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
     return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
 
@@ -183,17 +185,21 @@ def _copied(call: KernelCall, rows: int, first: int, second: int) -> int:
 
 
 def whole_batch_scratch(call: KernelCall) -> int:
-    """Return the bytes that `kernels/whole_batch.py` needs, and at most what the Triton kernels
-    need: the same buffers of all rows. Counted, not measured on a GPU."""
+    """Return the bytes that `kernels/whole_batch.py` needs: buffers of all rows. For the Triton
+    kernels, which need no more, it is an upper bound. Counted, not measured on a GPU."""
     # How many buffers of (rows, units) and of (rows, dim) are alive at once.
     gathered = int(call.gathers_x)
     placed = int(call.places_x)
     if call.is_backward:
+        # The gradients of the pre-activations (one less than matrices), the hidden rows, their
+        # gradients, and the products of these two that give the gradients of routing weights.
         hidden_buffers = call.matrices + 2
+        # Gradients of the results and of the inputs; results' gradients and inputs, if gathered;
+        # and the rows that are then placed.
         dim_buffers = 2 + 2 * gathered + placed
     else:
-        hidden_buffers = 1
-        dim_buffers = 1 + gathered + placed
+        hidden_buffers = 1  # the hidden rows
+        dim_buffers = 1 + gathered + placed  # results, gathered inputs, results before their places
     numbers_per_row = hidden_buffers * call.units + dim_buffers * call.dim
     return call.total * (numbers_per_row * call.element_bytes + ROW_NUMBER)
 

@@ -155,6 +155,7 @@ class Grid:
         first_of_replica = rank // replica * replica
         if axis == "node":
             return self.node_of(rank) - self.node_of(first_of_replica)
+        # axis "local": counted from the first rank of the replica on this node
         first_of_node = rank - self.local_of(rank)
         return rank - max(first_of_replica, first_of_node)
 
@@ -179,7 +180,7 @@ class Grid:
         position on the nodes repeats after `period` ranks. Groups over dp or edp reach further, so
         all of them are returned.
         """
-        reaches_far = not {"dp", "edp"}.isdisjoint(axes)
+        reaches_far = not {"dp", "edp"}.isdisjoint(axes)  # over ranks of any distance
         groups = []
         covered = set[int]()  # ranks of these groups
         for rank in range(self.world if reaches_far else self.period):

@@ -240,6 +240,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         target = second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
+        # `of` says which rows it moves: those of the second movement.
         at_once = replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))
         # A scale with power 0 takes no time.
         reads = (*first.writes, arriving.name)
