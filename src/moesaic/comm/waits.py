@@ -52,7 +52,7 @@ def lost_message(
     places = {rank: doing} | _others(group, doing)
     if len(set(places.values())) > 1:
         return InputError(f"{in_words(places)}: {ADVICE}")
-    if peer is None or peer in places:
+    if peer is None or peer in places:  # all say the same place
         return error
     return LostMessageError(
         f"rank {rank} waited in {doing} for rank {peer}, which waits in no call of a layer, or has "

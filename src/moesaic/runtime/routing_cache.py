@@ -152,8 +152,9 @@ def is_recomputing() -> bool:
     (The first pass of a reentrant checkpoint has no gradients; the one in the backward pass is the
     first with gradients.)
     """
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1:  # no backward pass runs
         return False
+    # The checkpoint recomputes with hooks of its own on saved tensors.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch_checkpoint.__module__
 
