@@ -154,7 +154,7 @@ def expert_step(
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    # a GPU's clock falls less with constants
+    # random, since products of constants slow a GPU's clock less
     tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows

@@ -72,7 +72,7 @@ def fit_layers(
         bounds=(0, np.inf),
         loss="soft_l1",
         f_scale=USUAL_ERROR,
-        diff_step=2e-2,
+        diff_step=2e-2,  # share of each cost by which it is varied for the derivatives
         max_nfev=MOST_STEPS,
         args=(~is_held_out,),
     )
@@ -100,6 +100,7 @@ class _Timed:
     def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
         simulator = Simulator(cluster)
         self.seconds = np.array([measured for _, measured in layers])
+        """(layers,) measured."""
         self._passes: list[list[tuple[Program, AbstractVolumes]]] = []
         """Of each layer, the forward and the backward program with what they send and compute."""
         for calibration, _ in layers:

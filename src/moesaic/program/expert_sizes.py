@@ -181,7 +181,8 @@ def _copied(call: KernelCall, rows: int, first: int, second: int) -> int:
         return float32_bytes
     # A larger product of 16-bit rows copies them only to pad them.
     missing = missing_rows(rows)
-    return 2 * (rows + missing) * (first + second) if missing else 0
+    bytes_of_16_bits = 2
+    return bytes_of_16_bits * (rows + missing) * (first + second) if missing else 0
 
 
 def whole_batch_scratch(call: KernelCall) -> int:
@@ -207,6 +208,7 @@ def whole_batch_scratch(call: KernelCall) -> int:
 def products_scratch(call: KernelCall) -> int:
     """Return the bytes that grouped products without fused activations need: the activation's
     result, and backward its gradient and those of the products that read the token."""
+    # Backward: two of the activation, and one of each matrix but the last.
     hidden_buffers = 1 + call.matrices if call.is_backward else 1
     return call.total * hidden_buffers * call.units * call.element_bytes
 
@@ -279,6 +281,7 @@ class ExpertSizes:
         return cls(
             dim=dim,
             units=units,
+            # of each matrix a row or a column, of each that reads the token a bias
             unit_numbers=matrices * dim + (matrices - 1) * bias,
             kept=(matrices - 1) * units,
             element_bytes=element_bytes,

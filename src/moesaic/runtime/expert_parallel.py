@@ -7,7 +7,8 @@ runs those of the plan.
 A copy is one token for one of the experts that it chose, and a row in messages. Experts have slots,
 which say on which rank they are stored (`expert_order.py`). Node tokens are those of multicast, in
 which a token is sent to a node once. The ranks of a tensor-parallel group have the same tokens;
-under some plans (`routes_slices`), such as S1, each routes a slice of them. Suffixes of names give
+under some plans (`routes_slices`), such as S1, each routes a slice of them. Under the others each
+routes all of them, and sends a share of the copies, or all (`is_redundant`). Suffixes of names give
 the axes: T tokens, D model width, K choices per token, E experts.
 """
 
@@ -414,7 +415,7 @@ class ExpertParallel:
             token_ids=None if batch.token_ids is None else batch.token_ids[own],
             noise=None if batch.noise is None else batch.noise[own],
             first_token=own.start,
-            sequence_length=max(num_tokens // batch.num_sequences, 1),
+            sequence_length=max(num_tokens // batch.num_sequences, 1),  # 1: without tokens
         )
 
     def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:

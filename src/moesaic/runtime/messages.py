@@ -474,6 +474,7 @@ def start_hop(
     codec = call.codecs(first.codec)
     move = move_of(task, slots)
     items = _all_items(sources)
+    # A message has its packets in the order of `_legs`, on both sides.
     leaving: dict[int, list[Tensor]] = {}
     arriving: dict[int, dict[Pair, int]] = {}  # by peer, the bytes of each packet of its message
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):

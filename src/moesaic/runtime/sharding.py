@@ -184,7 +184,7 @@ def fingerprint(tensor: Tensor) -> str:
     factors = odd_numbers * _ODD  # int64 products wrap around, modulo 2**64
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_WORDS):
-        # low bits of a float64 that was a float32 are all zero
+        # low bits of a float64 that was a float32 are all zero: mix the high half into them
         mixed = piece ^ (piece >> 32 & 0xFFFFFFFF)
         total = total * _ODD + (mixed * factors[: len(piece)]).sum()
     return f"{int(total) % 2**64:016x}"

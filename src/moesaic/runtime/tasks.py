@@ -273,6 +273,7 @@ def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
     """Return the rows of a value that runs name, contiguous. If they lie in this order, they are
     returned without a copy."""
     if isinstance(value, IndexedRows):
+        # The source has the slot's rows in the order of `value.runs`.
         lies_as_wanted = value.runs is not None and _are_same(value.runs, runs)
         if lies_as_wanted and len(value.source) == runs.total:
             return value.source

@@ -185,7 +185,8 @@ def _at_ranks(flow: Flow) -> Layout:
 
 
 def _gates(build: Builder, slices: bool) -> str:
-    """Declare the routing weights and return those of the rank's own copies."""
+    """Declare the routing weights and return those of the rank's own copies. With `slices` each
+    rank routes a slice of its group's tokens, so it has no others."""
     own = Layout()
     if slices:
         return build.input("gates", Kind.LANE, own, {})
@@ -197,7 +198,7 @@ def _gates(build: Builder, slices: bool) -> str:
 
 def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     """Declare x and return the slot to take tokens from, the layout of their sums, and the states
-    of these sums."""
+    of these sums. With `slices` each rank routes a slice of its group's tokens."""
     whole = Layout(flow="tokens", whole_tp=True)
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
