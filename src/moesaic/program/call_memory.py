@@ -120,9 +120,10 @@ class HeldBytes:
         steps += [_total_bytes([result, step]) for step in backward.steps(set())]
 
         sums = _sums_over_slices(forward, experts, terms)
+        # Each number once, in order.
         term_numbers = dict.fromkeys(
             number for each in (*steps, kept_bytes, sums) for number in each
-        )  # each once, in order
+        )
         self._places = {number: place for place, number in enumerate(term_numbers)}
         """By a term's number, its column in the tables."""
         self._terms = terms.of(term_numbers)
@@ -231,7 +232,7 @@ class _Walk:
         """By lowered movement, given by its source and target slot, the codec of its rows."""
         lanes = {task.lane for task in program.tasks if task.op in (Op.MOVE, Op.HOP)}
         self.slowest = Lane.INTER if Lane.INTER in lanes else Lane.INTRA
-        """The lane whose messages take longest, which deferred products run beside."""
+        """The lane whose messages take longest; deferred products run while these are in flight."""
 
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""

@@ -516,19 +516,19 @@ class CallSizes:
         return Splits(matched.peers, counts, runs=rows, is_whole=is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return the base of each piece of the copies, (pieces,) int64: the row of the slot of
-        tokens at which the tokens start among which the index of its copies counts."""
+        """Return the base of each piece of the copies, (pieces,) int64: the row in the slot of
+        tokens of the first token of its origin. The program's index of a copy counts from there."""
         copy_pieces = self.shapes.pieces(copies, rank)
         rows_moved = self.shapes.tokens_later(copies, rank)
         if rows_moved is not None:  # samples have moved to this rank
             return rows_moved
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1
-        # The index then counts the slot's tokens from its first row.
+        # The index then counts all tokens of the slot, from its row 0.
         if copies.whole_tp or tokens.whole_tp or has_one_origin:
             return np.zeros(len(copy_pieces.number), dtype=np.int64)
         # Find the piece of tokens that each piece of copies belongs to; it starts at its offset.
-        if tokens.flow in ONCE:  # sent once to each node or ep rank, which the piece names
+        if tokens.flow in ONCE:  # a piece of tokens for each node or ep rank to which they are sent
             destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
             number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
             position = find(token_pieces, number)
