@@ -270,9 +270,9 @@ class _Walk:
         writer = self._writers.get(name)
         if writer is None:  # an input, which in a backward program the forward one may have written
             return (False, False) if self._earlier is None else self._earlier._order_of(name)
-        if writer.op in (Op.PERMUTE, Op.TAKE):
+        if writer.op in (Op.PERMUTE, Op.TAKE):  # read through an index that is no permutation
             return True, False
-        if writer.op is Op.UNPACK:
+        if writer.op is Op.UNPACK:  # read in the order in which rows arrived, and sent back in it
             return True, True
         if writer.op is not Op.MOVE:
             return False, False
@@ -383,7 +383,7 @@ class _Walk:
             return self.scratch_of_experts(task, "forward")
         if task.op is Op.EXPERT_GRAD:
             return self.scratch_of_experts(task, "backward")
-        if task.op is Op.COMBINE and size < WIDE:
+        if task.op is Op.COMBINE and size < WIDE:  # in float32: copies of the rows, and their sums
             rows = task.reads[0]
             tokens = self.slots[task.writes[0]].layout
             float32_row = self.experts.dim * WIDE

@@ -31,7 +31,9 @@ _SWAPPED = {
     Op.MOVE: Op.MOVE,
     Op.SCALE: Op.SCALE,
 }
+"""By operation, that of its transpose; expert tasks are treated apart."""
 _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EXPERT: Stage.EXPERT}
+"""By stage, that of its tasks' transposes."""
 
 
 def transpose(program: Program) -> Program:

@@ -195,6 +195,7 @@ class Replicas:
         from moesaic.runtime.graph_breaks import outside_graphs
 
         self._outside_graphs = outside_graphs
+        """Calls a `partial` outside of the graphs of `torch.compile`."""
 
     @classmethod
     def at(cls, module: nn.Module) -> list[Replicas]:

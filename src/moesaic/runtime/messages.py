@@ -74,7 +74,8 @@ def _pending_move(
         source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
     )
     # `reduce` follows from states, which also mark sums over an axis of one rank, where nothing is
-    # summed. If as many token rows arrive as the slot has, each arrives exactly once.
+    # summed. If the slot's rows arrive in its order, or as many token rows as the slot has, each
+    # arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
