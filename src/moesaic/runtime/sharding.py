@@ -225,7 +225,7 @@ def shard_experts(
     first_expert = grid.coordinate(rank, "ep") * experts_per_rank
     own_experts = range(first_expert, first_expert + experts_per_rank)
     if isinstance(experts, ModuleExperts):
-        experts.keep_only(own_experts, grid.edp)
+        experts.keep_only(own_experts, copies=grid.edp)
     else:
         for names in experts.names:
             for name in names:
