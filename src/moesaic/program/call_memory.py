@@ -130,6 +130,7 @@ class HeldBytes:
         """The term of each column."""
         self._steps = np.unique(self._table(steps), axis=0)
         """(steps, terms): bytes per row at each step, equal steps once."""
+        # Bytes per row of each term, (terms,) each.
         self._kept, self._sums = self._table([kept_bytes, sums])
 
     def peak(self, counts: AbstractRowCounts) -> np.ndarray:

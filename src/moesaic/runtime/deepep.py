@@ -164,7 +164,7 @@ class _Dispatch(torch.autograd.Function):
             topk_weights=weight,
             num_experts=num_experts,
             num_max_tokens_per_rank=room,
-            expert_alignment=1,
+            expert_alignment=1,  # no rows between experts
             async_with_compute_stream=True,
         )
         event.current_stream_wait()

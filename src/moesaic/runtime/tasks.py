@@ -562,7 +562,7 @@ class Indexed:
             if not is_on_cpu and len(source) != len(self.places):
                 # on a GPU without Triton, `sum_rows` takes as many rows as the index has
                 source = values.in_order()
-            else:
+            else:  # `by_token` lists rows, token after token: let it list those of the source
                 row_in_source = values.index.long().index_select(0, dispatch.by_token)
                 dispatch = replace(dispatch, by_token=row_in_source)
         return sum_rows(source, dispatch)
