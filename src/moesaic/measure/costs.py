@@ -64,6 +64,7 @@ def fit_layers(
         return replace(cluster.host, layer_us=layer, task_us=task, message_us=message)
 
     def errors(multiples: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
+        """Return the errors of the chosen layers that compute nothing, with these costs."""
         return idle.errors(replace(without_products, host=host(multiples)), is_chosen)
 
     fitted = least_squares(
@@ -79,16 +80,19 @@ def fit_layers(
     with_host = replace(cluster, host=host(fitted.x))
 
     def contended(contention: float) -> ClusterSpec:
+        """Return the cluster with this contention."""
         return replace(with_host, device=replace(with_host.device, contention=contention))
 
     def error(contention: float) -> float:
+        """Return the sum of the sizes of the errors of the layers that compute."""
         return float(np.abs(computing.errors(contended(contention))).sum())
 
     best = minimize_scalar(
         error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02}
     )
     found = with_host
-    if best.fun < error(0.0):  # a rank without messages has no contention
+    # The search does not try 0 itself: a rank without messages has no contention.
+    if best.fun < error(0.0):
         found = contended(float(best.x))
     return found, errors(fitted.x, is_held_out)
 

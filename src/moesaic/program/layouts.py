@@ -176,7 +176,9 @@ class Held:
             if not is_held.all():
                 piece = piece[is_held[axis.number[piece]]]
 
-        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them.
+        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them: by
+        # its home; by its origin and the set of experts it is in, if it is in one of those that
+        # ranks hold; or by the axis that leaves the fewest pairs.
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
         elif self._kinds is not None:

@@ -128,7 +128,8 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
-    if world * world <= 8 * len(pairs):  # filling a table of all pairs is faster than sorting these
+    # With at most 8 entries per given pair, a table of all pairs is cheaper than sorting.
+    if world * world <= 8 * len(pairs):
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
         summed = table[distinct]
@@ -520,7 +521,8 @@ class CallSizes:
         tokens of the first token of its origin. The program's index of a copy counts from there."""
         copy_pieces = self.shapes.pieces(copies, rank)
         rows_moved = self.shapes.tokens_later(copies, rank)
-        if rows_moved is not None:  # samples have moved to this rank
+        # Samples have moved to this rank: so many rows after where the index says, from row 0.
+        if rows_moved is not None:
             return rows_moved
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1

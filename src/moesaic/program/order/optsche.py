@@ -46,7 +46,7 @@ def optsche(program: Program) -> Program:
     phases = _phases(program)
     levels = _levels(program)
     parts = _parts(program)
-    is_replicated = moves_replicated_weights(program)
+    moves_replicated = moves_replicated_weights(program)
     last_level = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
@@ -56,7 +56,7 @@ def optsche(program: Program) -> Program:
         part = parts[task.name]
         # Weights of replicated copies (see `moves_replicated_weights`) are sent after all
         # dispatches, and sent on inside nodes after the last chunk before these copies.
-        if is_replicated(task):
+        if moves_replicated(task):
             if task.lane is Lane.INTER:
                 return _Phase.BEFORE, last_level, part
             return _Phase.MIDDLE, part - 1, 3
