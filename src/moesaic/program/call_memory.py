@@ -338,7 +338,7 @@ class _Walk:
         if not joined and sent.is_whole:  # the slot itself is sent
             to_send = Counter()
         if source.layout.flow == "weights":
-            to_send += self.slot_bytes(task.reads[0])  # packed
+            to_send += self.slot_bytes(task.reads[0])  # packed into rows first
         to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return to_send, to_receive, not joined and received.is_whole
 

@@ -216,7 +216,7 @@ class CallSizes:
         rows_of_chunks = staying[:, :, None]
         if parts is not None:
             rows_of_chunks = parts
-        elif num_chunks > 1:
+        elif num_chunks > 1:  # as equal as whole rows can be
             chunk_bounds = rows_of_chunks * np.arange(num_chunks + 1) // num_chunks
             rows_of_chunks = np.diff(chunk_bounds, axis=2)
 

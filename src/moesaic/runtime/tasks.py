@@ -409,6 +409,7 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     """
     x_value, gates_value, *weights = reads
     gates = rows(gates_value).squeeze(1)
+    # `x_rows` says which row of `tokens` each copy is; None: they are the copies.
     tokens, x_rows = _source_and_index(x_value, call)
     sharded, common = _weights(weights)
     ends = _ends(slots[task.reads[0]], tokens, call)
@@ -454,10 +455,12 @@ def _expert_grad(
     """Run the backward pass of experts; return the gradients of what the forward task read.
 
     Args:
-        reads: the values of the result's gradients, and of what the forward task read.
+        reads: the values of the result's gradients, and of what the forward task read: rows,
+            routing weights and parameters.
         environment: which has the activations that the forward task kept.
     """
     dy_value, x_value, gates_value, *weights = reads
+    # `y_rows` and `x_rows` say which row of `dy` and `tokens` each copy is; None: they are copies.
     dy, y_rows = _source_and_index(dy_value, call)
     tokens, x_rows = _source_and_index(x_value, call)
     gates = rows(gates_value).squeeze(1)
