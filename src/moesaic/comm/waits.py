@@ -73,7 +73,7 @@ def said(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         waiting_group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
         assert waiting_group is not None
-        raise lost_message(waiting_group, None, doing, error) from error
+        raise lost_message(waiting_group, peer=None, doing=doing, error=error) from error
 
 
 def take_back(group: dist.ProcessGroup) -> None:

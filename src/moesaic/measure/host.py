@@ -351,7 +351,9 @@ class Calibration:
         workload = self.workload
         num_routed = self.tokens // self.mesh.tp if self.compiled.routes_slices else self.tokens
         chunks = self.compiled.plan.chunks
-        known_visits = visits(num_routed, workload.top_k, workload.num_experts, 0, chunks)
+        known_visits = visits(
+            num_routed, workload.top_k, workload.num_experts, seed=0, chunks=chunks
+        )
         return replace(workload, visits=known_visits)
 
 

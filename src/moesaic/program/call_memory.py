@@ -423,6 +423,7 @@ class _Alive:
     def __init__(self, walk: _Walk) -> None:
         self._walk = walk
         self.bytes_by_step: list[Bytes] = []
+        """The bytes at each moment that `_record` noted, in order."""
         self._flights: dict[int, _Flight] = {}
         """By step, its messages in flight."""
         self._deferred: Bytes = Counter()

@@ -283,7 +283,7 @@ class ExpertParallel:
                     "makes: switch to multicast, or parallelize the layer with deepep"
                 )
             compiled = compiled_for(plan, self._mesh_grid, self.transport, experts)
-            state = self._prepare(compiled, None)
+            state = self._prepare(compiled, deepep=None)
             self._states[_plan_key(plan)] = state
         if state.compiled is not self.compiled:
             # The length of the last message, by which all ranks know that of the next one.
@@ -795,7 +795,7 @@ class ExpertParallel:
         tp = self.grid.tp
         if not self.compiled.routes_slices and tp > 1:
             # Ranks of the group routed the same copies; each sends its share of every expert's.
-            counts_E = count(expert, None, self.num_experts)
+            counts_E = count(expert, alive_N=None, num_experts=self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
             first_E = counts_E * self._tp_place // tp
@@ -876,7 +876,7 @@ def pad_copies(
     Returns:
         (gates, tokens), each (num_experts * rows,).
     """
-    counts_E = count(expert, None, num_experts + 1)
+    counts_E = count(expert, alive_N=None, num_experts=num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
     # copies that no expert takes go to one more row, which is cut off

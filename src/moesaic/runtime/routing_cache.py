@@ -105,6 +105,7 @@ class RoutingCached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.routing_cache: RoutingCache | None = None
+        """Where it records its routing, or from which it replays it."""
 
 
 def replay_contexts(

@@ -70,7 +70,9 @@ def multicast(program: Program, grid: Grid) -> Program:
     outputs = build.expert(copies, arrived.gates, "out")
     sums = build.combine(outputs, arrived.copy_index, "sums", _at_ranks("rank_tokens"))
     returned = _home(build, grid, sums, arrived.mate_index)
-    y = build.combine(returned, arrived.token_index, "y_part", y_layout, y_states)
+    y = build.combine(
+        returned, arrived.token_index, name="y_part", layout=y_layout, states=y_states
+    )
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE)
     return build.build("y")
@@ -103,7 +105,7 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> _Arrived
     if has_node_tokens:
         token_index = build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
-    rows = build.permute(tokens, token_index, flow, Layout(flow=flow), {})
+    rows = build.permute(tokens, token_index, name=flow, layout=Layout(flow=flow), states={})
     gates = _gates(build, slices)
 
     mate_index = ""
