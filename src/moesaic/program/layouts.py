@@ -563,11 +563,11 @@ class LayoutIndex(AbstractLayoutIndex):
         """Return the numbers of the chunks of a layout's rows on a rank."""
         if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
-        if layout.chunk is None:
+        if layout.chunk is None:  # only copies are replicated
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
-        if layout.chunk == "replicated":
+        if layout.chunk == "replicated":  # one chunk for each ep rank that may compute them
             return np.arange(self.num_chunks, self._all_chunks)
-        if layout.chunk == "here":
+        if layout.chunk == "here":  # that of this rank's place on ep
             return np.array([self.num_chunks + self.grid.coordinate(rank, "ep")])
         # A chunk of the program covers an even share of the parts into which runs are cut.
         assert isinstance(layout.chunk, int)

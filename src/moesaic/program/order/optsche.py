@@ -108,8 +108,8 @@ def _levels(program: Program) -> dict[str, int]:
 
 
 def _parts(program: Program) -> dict[str, int]:
-    """Return the position of the chunk, or step of peers, of each task. A task of several comes
-    before or after all of them."""
+    """Return the position of the chunk, or step of peers, of each task. A task of several or of
+    none comes before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
     chunk_number = chunk_numbers(program)  # of a layout
 
