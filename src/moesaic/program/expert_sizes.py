@@ -195,8 +195,8 @@ def whole_batch_scratch(call: KernelCall) -> int:
         # The gradients of the pre-activations (one less than matrices), the hidden rows, their
         # gradients, and the products of these two that give the gradients of routing weights.
         hidden_buffers = call.matrices + 2
-        # Gradients of the results and of the inputs; results' gradients and inputs, if gathered;
-        # and the rows that are then placed.
+        # At most: weighted gradients of the results, and gradients of the inputs; the results'
+        # gradients and the inputs, if gathered; and the rows that are then placed.
         dim_buffers = 2 + 2 * gathered + placed
     else:
         hidden_buffers = 1  # the hidden rows
