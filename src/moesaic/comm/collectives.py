@@ -169,7 +169,7 @@ class _WithGradient(torch.autograd.Function):
         forward: Callable[[Tensor], Tensor],
         backward: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Communicate forward by one function, and backward by the other."""
+        """Return `forward(tensor)`, and keep `backward` for the gradient."""
         ctx.gradient_function = backward
         return forward(tensor)
 
@@ -187,8 +187,9 @@ def _all_reduce(
 ) -> Tensor:
     """Combine the tensors of all ranks, by a function of a list of equally large ones: small
     tensors whole, large ones in shares that are then gathered."""
-    tag = transport.take_tags(2)
+    tag = transport.take_tags(2)  # as many for every size: one for each round of messages
     own = _contiguous(transport, peers, tensor)
+    # Two ranks would send as much in shares: half a tensor in each of two rounds.
     if own.numel() * own.element_size() <= DIRECT_BYTES or len(peers) <= 2:
         return combine(_all_gather(transport, tag, peers, own))
     flat = own.view(-1)
@@ -201,7 +202,7 @@ def _exchange_shares(
     transport: AbstractTransport, tag: int, peers: Peers, own: Tensor
 ) -> list[Tensor]:
     """Send each peer its share of this rank's tensor; return all peers' shares for this rank."""
-    leaving = _shares(own, len(peers))
+    leaving = _shares(own, len(peers))  # by peer
     staying = leaving[peers.index(transport.rank)]
     arriving = [staying if peer == transport.rank else torch.empty_like(staying) for peer in peers]
     sends = _without_self(transport, peers, leaving)

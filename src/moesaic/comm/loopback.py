@@ -42,10 +42,12 @@ class Loopback:
 
     def __init__(self, *, in_order: bool = False) -> None:
         self._queues = InOrder() if in_order else None
+        """Batches in the order of issue; None if messages are matched by tag."""
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         """Messages that were sent and not received, by (tag, source, target)."""
         self._posted: set[tuple[int, int, int]] = set()
-        """(tag, source, target) of receive buffers whose sender has not waited."""
+        """(tag, source, target) of receive buffers that were posted and whose sender has not
+        waited."""
         self.bytes_sent: dict[tuple[int, int], int] = {}
         """Bytes by (source, target), since the mailbox was created."""
 
@@ -135,6 +137,7 @@ class LoopbackTransport(AbstractTransport):
         self.mailbox = steps.mail
         """The mailbox of all ranks, with its counters."""
         self._open: dict[int, Handle] = {}
+        """The transfers not waited for, by the identity of their handles."""
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post a transfer. No other rank runs meanwhile."""
@@ -325,7 +328,7 @@ def _run_in_turns(
     for thread in threads:
         thread.start()
     try:
-        steps.pass_on(-1)
+        steps.pass_on(-1)  # -1: no rank has the baton yet
         if not steps.done.wait(timeout_seconds):
             raise TimeoutError(
                 f"rank {steps.running} of {len(threads)} was still running after "
@@ -408,7 +411,9 @@ class InOrder:
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, Lane], deque[_Batch]] = {}
+        """By rank and lane, its batches that have not ended, in the order of issue."""
         self._batches: dict[int, _Batch] = {}
+        """By the identity of a handle that was not waited for, its batch."""
 
     def add(self, handle: Handle) -> None:
         """Enqueue a transfer and run the batches that can run. Messages without bytes are not sent.
@@ -437,7 +442,7 @@ class InOrder:
         """Run all batches of the transfer's lane that have become the first of their ranks, and so
         can be matched."""
         lane = transfer.lane
-        changed = deque([transfer.rank])
+        changed = deque([transfer.rank])  # ranks whose first batch may be another one now
         while changed:
             rank = changed.popleft()
             queue = self._queues.get((rank, lane))

@@ -261,7 +261,7 @@ class Mesh:
             return 1
         per_node = grid.ranks_per_node or grid.world
         stride, _ = grid.spans[axis]  # the rank difference between neighbours on the axis
-        if per_node % stride:
+        if per_node % stride:  # a node has no neighbours, or nodes have unequally many
             return 1
         return min(per_node // stride, size)
 
@@ -382,7 +382,8 @@ def _agreed_grid(
 ) -> Grid:
     """Return the grid of a mesh over a transport's ranks, after these compared what they ask for;
     the arguments are those of `Mesh.create`."""
-    # The launcher counts the ranks of the world, of which a part may be spread in another way.
+    # The launcher counts the ranks of the world, of which a part may be spread in another way: its
+    # number is compared over ranks only if the mesh has the whole world.
     is_part = group is not None and transport.world < _world()
     per_node: int | str | None = ranks_per_node
     if ranks_per_node is None and not is_part:
@@ -415,7 +416,7 @@ def _check_axes(
     for name, size in (("pp", pp), ("cp", cp)):
         if size != 1:
             raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
-    num_needed = lcm(tp, ep * etp)
+    num_needed = lcm(tp, ep * etp)  # the fewest ranks that both views divide
     if isinstance(transport, NoTransport) and num_needed > 1:
         raise InputError(
             f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun "

@@ -177,7 +177,8 @@ class Gloo(AbstractTransport):
 
 
 def _sized_tag(tag: int, num_bytes: int) -> int:
-    """Return the tag of a message, which depends on its size too.
+    """Return the tag of a message, which depends on its size too: the tag of the transfer modulo
+    `_TAGS`, then a hash of the size below `_SIZES` as the last digit.
 
     Gloo aborts the process if a message is larger than its buffer. Ranks that do different things
     wait for each other instead, and then say what.
@@ -189,6 +190,7 @@ def _sized_tag(tag: int, num_bytes: int) -> int:
 _TAGS = 2**20
 """Tags that a message in flight is told from."""
 _SIZES = TAG_LIMIT // _TAGS
+"""Hashes of sizes."""
 _ODD = 2654435761
 """2**32 divided by the golden ratio: Knuth's multiplicative hash."""
 
@@ -246,6 +248,7 @@ class Nccl(AbstractTransport):
         super().__init__(any_group.rank(), any_group.size(), device)
         self._groups = dict(groups)
         self._streams = {lane: torch.cuda.Stream(device, priority=HIGH) for lane in groups}
+        """By lane, the stream on which its messages are sent."""
 
     @classmethod
     def create(

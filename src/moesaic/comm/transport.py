@@ -66,7 +66,9 @@ class AbstractTransport(ABC):
         self.world = world
         self.device = device or torch.device("cpu")
         self._next_tag = 0
+        """See `next_tag`."""
         self._num_layers = 0
+        """Layers that were made on these ranks."""
         self.doing = ""
         """What this rank does, in words, for the error if a message does not come; "" outside calls
         of layers and averages."""
@@ -176,7 +178,7 @@ def current_turn() -> AbstractTurn | None:
     """Return the turn of the micro-batch that computes here, if it may be handed over: not in a
     backward pass or in inference mode, whose states belong to the thread."""
     turn = TURN.get()
-    if turn is None or torch._C._current_graph_task_id() != -1:
+    if turn is None or torch._C._current_graph_task_id() != -1:  # -1: no backward pass runs
         return None
     return None if torch.is_inference_mode_enabled() else turn
 

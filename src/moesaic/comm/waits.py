@@ -52,7 +52,7 @@ def lost_message(
     places = {rank: doing} | _others(group, doing)
     if len(set(places.values())) > 1:
         return InputError(f"{in_words(places)}: {ADVICE}")
-    if peer is None or peer in places:
+    if peer is None or peer in places:  # all say the same place
         return error
     return LostMessageError(
         f"rank {rank} waited in {doing} for rank {peer}, which waits in no call of a layer, or has "
@@ -73,7 +73,7 @@ def said(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         waiting_group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
         assert waiting_group is not None
-        raise lost_message(waiting_group, None, doing, error) from error
+        raise lost_message(waiting_group, peer=None, doing=doing, error=error) from error
 
 
 def take_back(group: dist.ProcessGroup) -> None:

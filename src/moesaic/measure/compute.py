@@ -29,6 +29,7 @@ HIDDEN = 512
 EXPERTS_HELD = 2
 """Sizes of the timed SwiGLU experts."""
 COPIED_ROWS = 2048
+"""Rows of width `DIM` that are permuted, for the rate of copies; a quarter of them is encoded."""
 SPIN_SECONDS = 0.02
 """Seconds of processor time per repeat when the sharing of cores is measured: several time slices
 of a scheduler."""
@@ -47,8 +48,9 @@ def device(
     coded = codecs(repeats, barrier)
     # Rates per second of processor time, in units of 10^9, become rates per second of the clock.
     to_giga = 1e-9 / sharing(repeats, barrier)
-    tflops = {name: max(by_rows) * to_giga / 1e3 for name, by_rows in rates.items()}
-    by_rows_of_first = rates[dtypes[0]]
+    giga_per_tera = 1e3
+    tflops = {name: max(by_rows) * to_giga / giga_per_tera for name, by_rows in rates.items()}
+    by_rows_of_first = rates[dtypes[0]]  # by number of rows, in the first dtype
     codec_rates = [
         # what is encoded is decoded too: twice the rate of both together
         CodecRate(name=name, gigabytes_per_second=2 * rate * to_giga)
@@ -152,7 +154,7 @@ def expert_step(
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    # a GPU's clock falls less with constants
+    # random, since products of constants slow a GPU's clock less
     tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
@@ -162,6 +164,7 @@ def expert_step(
         out, kept = experts.run(call)
         experts.gradients(call, kept, out)
 
-    # A multiplication and an addition per row and weight, forward and twice backward.
+    # A multiplication and an addition per row and weight, forward and twice backward. Each expert's
+    # weights meet its own rows.
     num_weights = sum(weight.numel() for weight in sharded)
     return step, 3 * 2 * rows * num_weights

@@ -64,6 +64,7 @@ def fit_layers(
         return replace(cluster.host, layer_us=layer, task_us=task, message_us=message)
 
     def errors(multiples: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
+        """Return the errors of the chosen layers that compute nothing, with these costs."""
         return idle.errors(replace(without_products, host=host(multiples)), is_chosen)
 
     fitted = least_squares(
@@ -72,23 +73,26 @@ def fit_layers(
         bounds=(0, np.inf),
         loss="soft_l1",
         f_scale=USUAL_ERROR,
-        diff_step=2e-2,
+        diff_step=2e-2,  # share of each cost by which it is varied for the derivatives
         max_nfev=MOST_STEPS,
         args=(~is_held_out,),
     )
     with_host = replace(cluster, host=host(fitted.x))
 
     def contended(contention: float) -> ClusterSpec:
+        """Return the cluster with this contention."""
         return replace(with_host, device=replace(with_host.device, contention=contention))
 
     def error(contention: float) -> float:
+        """Return the sum of the sizes of the errors of the layers that compute."""
         return float(np.abs(computing.errors(contended(contention))).sum())
 
     best = minimize_scalar(
         error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02}
     )
     found = with_host
-    if best.fun < error(0.0):  # a rank without messages has no contention
+    # The search does not try 0 itself: a rank without messages has no contention.
+    if best.fun < error(0.0):
         found = contended(float(best.x))
     return found, errors(fitted.x, is_held_out)
 
@@ -100,6 +104,7 @@ class _Timed:
     def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
         simulator = Simulator(cluster)
         self.seconds = np.array([measured for _, measured in layers])
+        """(layers,) measured."""
         self._passes: list[list[tuple[Program, AbstractVolumes]]] = []
         """Of each layer, the forward and the backward program with what they send and compute."""
         for calibration, _ in layers:

@@ -73,9 +73,11 @@ class IdleExperts(AbstractExperts):
         self.w1 = nn.Parameter(torch.zeros(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.zeros(num_experts, dim, hidden))
         self._on_flops = on_flops
+        # Plain experts have the same two matrices: they tell names, shards and packed rows. They
+        # have no memory, and are in a tuple, so that they do not become a submodule.
         with torch.device("meta"):
             plain = PlainExperts(dim, hidden, num_experts)
-        self._plain = (plain,)  # in a tuple, so that it does not become a submodule
+        self._plain = (plain,)
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -143,10 +145,11 @@ class BalancedRouter(AbstractRouter):
         super().__init__(dim, num_experts)
         self._seed = seed
         self._choices: dict[tuple[int, int], Choice] = {}
+        """By (number of tokens, top_k), the choice of the pattern."""
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
-        return Scores(even, probs=even, gates=even, rank_by=even)
+        return Scores(logits=even, probs=even, gates=even, rank_by=even)
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
@@ -187,7 +190,7 @@ def visits(
         if num_experts % ep:
             continue
         ep_rank_TK = expert_TK // (num_experts // ep)
-        is_visited = torch.zeros(num_tokens, ep * chunks)
+        is_visited = torch.zeros(num_tokens, ep * chunks)  # 1 for each ep rank and chunk
         is_visited.scatter_(1, ep_rank_TK * chunks + chunk_TK, 1.0)
         means.append((ep, float(is_visited.sum(1).mean())))
     return tuple(means)
@@ -247,9 +250,9 @@ def timed(
     for calibration in layers:
         if calibration.shape not in built:
             built[calibration.shape] = _Layer(calibration, transport)
-    spans: list[list[tuple[float, float]]] = [[] for _ in layers]
+    spans: list[list[tuple[float, float]]] = [[] for _ in layers]  # (start, end) of each repeat
     gc.collect()
-    for repeat in range(-1, repeats):
+    for repeat in range(-1, repeats):  # -1 is not timed
         for number, calibration in enumerate(layers):
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             layer = built[calibration.shape]
@@ -266,7 +269,11 @@ def timed(
 
 
 class _Layer:
-    """A real layer, and one step of it under any plan."""
+    """A real layer, and one step of it under any plan.
+
+    Args:
+        first: a calibration layer of the shape, whose plan is the first.
+    """
 
     def __init__(self, first: Calibration, transport: AbstractTransport) -> None:
         workload = first.workload
@@ -345,7 +352,9 @@ class Calibration:
         workload = self.workload
         num_routed = self.tokens // self.mesh.tp if self.compiled.routes_slices else self.tokens
         chunks = self.compiled.plan.chunks
-        known_visits = visits(num_routed, workload.top_k, workload.num_experts, 0, chunks)
+        known_visits = visits(
+            num_routed, workload.top_k, workload.num_experts, seed=0, chunks=chunks
+        )
         return replace(workload, visits=known_visits)
 
 

@@ -64,6 +64,7 @@ def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
     node, place = divmod(rank, ranks_per_node)
     groups = {
         "inside": tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)),
+        # every `ranks_per_node`-th rank
         "outside": tuple(range(place, world, ranks_per_node)),
         "everywhere": tuple(range(world)),
     }
@@ -94,7 +95,7 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     nodes = transport.world // ranks_per_node
     rank = transport.rank
     own_node = rank // ranks_per_node
-    tag = transport.take_tags(2 * nodes)
+    tag = transport.take_tags(2 * nodes)  # of the exchanges by phase, then of the gathers
     shares = tensor.view(transport.world, -1)
     whole = shares.new_empty(ranks_per_node, *shares.shape)
     received = whole[rank % ranks_per_node]  # a view of this rank's part
@@ -218,7 +219,7 @@ def _seconds_by_size(
     """Return the seconds of each repeat of a collective, by size."""
     seconds = []
     for size in SIZES:
-        # float32 numbers, as many of them as split over the ranks
+        # float32 numbers of 4 bytes, as many of them as split over the ranks
         length = size // 4 // transport.world * transport.world
         tensor = torch.zeros(length, device=transport.device)
         own_spans = []

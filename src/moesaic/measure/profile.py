@@ -79,6 +79,7 @@ def measure(
     transport = open_transport(name=transport_name)
     clock = shared_clock()
     barrier = start_together(latest, clock=clock) if dist.is_initialized() else lambda: None
+    # The second argument is the share that is done, by the time that each part usually takes.
     progress("products, copies and codecs", 0.0)
     all_dtypes = tuple(dict.fromkeys((*dtypes, "fp32")))  # each once
     measured_device = device(all_dtypes, ranks_per_node, repeats, barrier)
@@ -140,14 +141,14 @@ def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple
         all_to_all = rate_of(lines[f"all_to_all {span}"])
         send = rate_of(lines[f"send {span}"])
         own_rate = (num_ranks - 1) / num_ranks * all_to_all  # a rank keeps its own part
-        combined_rate = own_rate * ranks_per_node
+        combined_rate = own_rate * ranks_per_node  # of all senders of a node
         is_shared = ranks_per_node == 1 or combined_rate < SHARED_FROM * send
         bytes_per_second = combined_rate if is_shared else own_rate
         links.append(
             Link(
                 name=span,
                 devices=ranks_per_node if is_shared else 1,
-                gbps=(bytes_per_second * 8e-9,),
+                gbps=(bytes_per_second * 8e-9,),  # gigabits
                 carries="inside" if span == "inside" else "outside",
                 shared=span == "inside" and is_shared,
             )

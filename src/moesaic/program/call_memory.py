@@ -50,8 +50,11 @@ class _Scratch(NamedTuple):
     """The temporary memory of an expert task, which is no multiple of its rows."""
 
     layout: Layout
+    """Of the rows."""
     shards: int
+    """How many shards of the hidden width the task computes."""
     gathers_x: bool
+    """As `places_x` and `phase`, see `KernelCall`."""
     places_x: bool
     phase: Phase
 
@@ -67,6 +70,7 @@ class _Terms:
 
     def __init__(self) -> None:
         self._number: dict[_Term, int] = {}
+        """By term, its number, in the order in which terms were first met."""
 
     def bytes_of(self, term: _Term, size: float) -> Bytes:
         """Return the bytes per row of one term."""
@@ -97,7 +101,8 @@ class HeldBytes:
         backward = _Walk(backward_program, mesh, experts, terms, earlier=forward)
         expert_tasks = [task for task in forward_program.tasks if task.op is Op.EXPERT]
 
-        # What a call keeps from forward to backward: slots that both read, and the experts' own.
+        # What a call keeps from forward to backward: slots of the forward program that the backward
+        # program reads, and the experts' own. All bytes here, of a step too, are by term number.
         shared = [
             name
             for name in backward_program.inputs
@@ -111,19 +116,26 @@ class HeldBytes:
         kept_names = {*shared, *(kept(task.name) for task in expert_tasks)}
         steps = forward.steps(kept_names)
         result = _total_bytes([forward.slot_bytes(name) for name in forward_program.outputs])
+        # The result lives beside every step of the backward pass.
         steps += [_total_bytes([result, step]) for step in backward.steps(set())]
 
         sums = _sums_over_slices(forward, experts, terms)
-        numbers = dict.fromkeys(number for step in (*steps, kept_bytes, sums) for number in step)
-        self._places = {number: place for place, number in enumerate(numbers)}
+        # Each number once, in order.
+        term_numbers = dict.fromkeys(
+            number for each in (*steps, kept_bytes, sums) for number in each
+        )
+        self._places = {number: place for place, number in enumerate(term_numbers)}
         """By a term's number, its column in the tables."""
-        self._terms = terms.of(numbers)
+        self._terms = terms.of(term_numbers)
+        """The term of each column."""
         self._steps = np.unique(self._table(steps), axis=0)
+        """(steps, terms): bytes per row at each step, equal steps once."""
+        # Bytes per row of each term, (terms,) each.
         self._kept, self._sums = self._table([kept_bytes, sums])
 
     def peak(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the peak bytes of a call on each rank if it runs unsliced, (ranks,)."""
-        return self._most(self._rows(counts)) + CALL
+        return self._most(self._rows(counts)) + CALL  # and its small tensors
 
     def of_slice(self, counts: AbstractRowCounts) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of a slice of a call, including the sums over all slices, and the
@@ -209,15 +221,19 @@ class _Walk:
         earlier: _Walk | None = None,
     ) -> None:
         self._bytes_of = terms.bytes_of
+        """Returns `Bytes` of one term, given the term and its bytes per row."""
         self.program = program
         self.mesh = mesh
         self.experts = experts
         self._earlier = earlier
         self._writers = {name: task for task in program.tasks for name in task.writes}
+        """By slot, the task that writes it."""
         self.slots = {slot.name: slot for slot in program.slots}
         self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+        """By lowered movement, given by its source and target slot, the codec of its rows."""
         lanes = {task.lane for task in program.tasks if task.op in (Op.MOVE, Op.HOP)}
         self.slowest = Lane.INTER if Lane.INTER in lanes else Lane.INTRA
+        """The lane whose messages take longest; deferred products run while these are in flight."""
 
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
@@ -228,8 +244,8 @@ class _Walk:
         """Return the bytes that an expert task keeps for backward besides its input."""
         read = [self.slots[name] for name in task.reads]
         rows = next(slot for slot in read if slot.kind is Kind.ROWS)
-        numbers = self.experts.kept * self._shards(task)
-        return self._bytes_of(rows.layout, numbers * self.experts.element_bytes)
+        numbers_per_row = self.experts.kept * self._shards(task)
+        return self._bytes_of(rows.layout, numbers_per_row * self.experts.element_bytes)
 
     def _shards(self, task: Task) -> int:
         """Return how many shards of the hidden width an expert task computes."""
@@ -243,11 +259,11 @@ class _Walk:
         x = task.reads[1] if task.op is Op.EXPERT_GRAD else task.reads[0]
         gathers_x, places_x = self._order_of(x)
         scratch = _Scratch(self.slots[x].layout, self._shards(task), gathers_x, places_x, phase)
-        return self._bytes_of(scratch, 1)
+        return self._bytes_of(scratch, 1)  # alive once; `_term_rows` gives its bytes
 
     def _order_of(self, name: str) -> tuple[bool, bool]:
         """Return whether rows lie in another order than the experts', and whether their gradients
-        are written in that order.
+        are written in that order: `gathers_x` and `places_x` of an expert task.
 
         Args:
             name: the slot of the rows.
@@ -255,9 +271,9 @@ class _Walk:
         writer = self._writers.get(name)
         if writer is None:  # an input, which in a backward program the forward one may have written
             return (False, False) if self._earlier is None else self._earlier._order_of(name)
-        if writer.op in (Op.PERMUTE, Op.TAKE):
+        if writer.op in (Op.PERMUTE, Op.TAKE):  # read through an index that is no permutation
             return True, False
-        if writer.op is Op.UNPACK:
+        if writer.op is Op.UNPACK:  # read in the order in which rows arrived, and sent back in it
             return True, True
         if writer.op is not Op.MOVE:
             return False, False
@@ -317,11 +333,12 @@ class _Walk:
             to_receive = self._bytes_of(received_rows, row_bytes)
             return to_send, to_receive, False
         sent, received = self.mesh.messages(move)
+        # `uses` is how often each row of the slot occurs in messages.
         to_send = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
         if not joined and sent.is_whole:  # the slot itself is sent
             to_send = Counter()
         if source.layout.flow == "weights":
-            to_send += self.slot_bytes(task.reads[0])  # packed
+            to_send += self.slot_bytes(task.reads[0])  # packed into rows first
         to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return to_send, to_receive, not joined and received.is_whole
 
@@ -353,7 +370,7 @@ class _Walk:
     def packed(self, task: Task) -> Bytes:
         """Return the bytes of packets: sorted rows, and encoded ones if that makes them smaller."""
         assert task.of is not None
-        source = self.slots[task.of[0]]
+        source = self.slots[task.of[0]]  # of the whole movement
         coded = self.coded(source, task.codec)
         packets = self.slot_bytes(source.name)
         is_smaller = coded < self.coded(source, "")
@@ -367,7 +384,7 @@ class _Walk:
             return self.scratch_of_experts(task, "forward")
         if task.op is Op.EXPERT_GRAD:
             return self.scratch_of_experts(task, "backward")
-        if task.op is Op.COMBINE and size < WIDE:
+        if task.op is Op.COMBINE and size < WIDE:  # in float32: copies of the rows, and their sums
             rows = task.reads[0]
             tokens = self.slots[task.writes[0]].layout
             float32_row = self.experts.dim * WIDE
@@ -406,6 +423,7 @@ class _Alive:
     def __init__(self, walk: _Walk) -> None:
         self._walk = walk
         self.bytes_by_step: list[Bytes] = []
+        """The bytes at each moment that `_record` noted, in order."""
         self._flights: dict[int, _Flight] = {}
         """By step, its messages in flight."""
         self._deferred: Bytes = Counter()
@@ -421,6 +439,7 @@ class _Alive:
         """By slot whose memory others share, all of these that live."""
         program = walk.program
         self._alive: dict[str, Bytes] = {}
+        """By slot that lives, its bytes."""
         self._total: Bytes = Counter()
         """Sum of `_alive`: whole numbers, so that adding and taking away is exact."""
         for name in program.inputs:
@@ -471,7 +490,7 @@ class _Alive:
 
     def _run_deferred(self, buffers: Iterable[Bytes]) -> None:
         """Run the deferred products, beside the buffers of messages that are not in `_flights`."""
-        if self._deferred:
+        if self._deferred:  # which `_record` counts: for one step what the products need
             self._deferred = self._summing
             self._record(*buffers)
         self._deferred = Counter()
@@ -528,7 +547,7 @@ class _Alive:
             storage = self._storage_of.get(name, name)
             users = self._users.get(storage, {name})
             users.discard(name)
-            if users:
+            if users:  # another slot has the same memory
                 continue
             freed = self._remove(storage)
             if freed and flight is not None and flight.has_no_send_buffer:

@@ -87,6 +87,7 @@ class Compiled:
     def capacity_multiple(self) -> int:
         """The multiple to which a padded capacity is rounded up, so that its rows split evenly over
         tp, shards and chunks."""
+        # A codec encodes blocks of rows, of which every chunk is to have whole ones.
         codecs = [codec_spec(self.plan.codec), codec_spec(self.plan.backward_codec)]
         rows_per_block = max(codec.rows_per_block for codec in codecs)
         chunks = self.plan.chunks
@@ -252,6 +253,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
     support."""
     if plan.crossing is not Crossing.DEEPEP:
         return
+    # Any order will do, since no program runs; all other choices must have their defaults.
     supported = Plan(all_to_all=plan.all_to_all, order=plan.order)
     for name, only_value in vars(supported).items():
         if getattr(plan, name) != only_value:
@@ -273,6 +275,7 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     which `gather_weights` splits etp into two axes."""
     program = SCHEDULES[plan.schedule](bias)
     validate_schedule(program)
+    # Tokens that are identical over etp, as under TED: etp ranks are those of a tensor group.
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
             f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got "

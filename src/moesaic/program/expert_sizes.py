@@ -99,7 +99,8 @@ def missing_rows(num_rows: int) -> int:
     not padded."""
     if num_rows <= STEP:
         return 0
-    multiple = max(STEP, 1 << num_rows.bit_length() >> 5)
+    next_power_of_two = 1 << num_rows.bit_length()  # above the number, at most twice it
+    multiple = max(STEP, next_power_of_two >> 5)
     return -num_rows % multiple
 
 
@@ -113,7 +114,7 @@ def by_expert_scratch(call: KernelCall) -> int:
     limit = block_limit((hidden_buffers * call.units + dim_buffers * call.dim) * size)
     block_rows = most_block_rows(call.rows, limit)
 
-    gate_bytes = 2 * size * call.total
+    gate_bytes = 2 * size * call.total  # of every row, two single numbers
     hidden_bytes = block_rows * (hidden_buffers * call.units * size + ROW_NUMBER)
     buffer_bytes = block_rows * call.dim * size
     most_at_a_moment = max(
@@ -152,7 +153,8 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if not call.weights_late:
         return [(1, 0), (1, down), (for_sums + placed, up)]
     # The weighted gradients take one more buffer, unless rows in place are weighted as they are
-    # gathered. The dot products copy both factors to float32, as is their product.
+    # gathered. The dot products copy both factors to float32, as is their product: 4 bytes each for
+    # every hidden unit, and for some single numbers of a row.
     dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
     return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
 
@@ -179,21 +181,26 @@ def _copied(call: KernelCall, rows: int, first: int, second: int) -> int:
         return float32_bytes
     # A larger product of 16-bit rows copies them only to pad them.
     missing = missing_rows(rows)
-    return 2 * (rows + missing) * (first + second) if missing else 0
+    bytes_of_16_bits = 2
+    return bytes_of_16_bits * (rows + missing) * (first + second) if missing else 0
 
 
 def whole_batch_scratch(call: KernelCall) -> int:
-    """Return the bytes that `kernels/whole_batch.py` needs, and at most what the Triton kernels
-    need: the same buffers of all rows. Counted, not measured on a GPU."""
+    """Return the bytes that `kernels/whole_batch.py` needs: buffers of all rows. For the Triton
+    kernels, which need no more, it is an upper bound. Counted, not measured on a GPU."""
     # How many buffers of (rows, units) and of (rows, dim) are alive at once.
     gathered = int(call.gathers_x)
     placed = int(call.places_x)
     if call.is_backward:
+        # The gradients of the pre-activations (one less than matrices), the hidden rows, their
+        # gradients, and the products of these two that give the gradients of routing weights.
         hidden_buffers = call.matrices + 2
+        # At most: weighted gradients of the results, and gradients of the inputs; the results'
+        # gradients and the inputs, if gathered; and the rows that are then placed.
         dim_buffers = 2 + 2 * gathered + placed
     else:
-        hidden_buffers = 1
-        dim_buffers = 1 + gathered + placed
+        hidden_buffers = 1  # the hidden rows
+        dim_buffers = 1 + gathered + placed  # results, gathered inputs, results before their places
     numbers_per_row = hidden_buffers * call.units + dim_buffers * call.dim
     return call.total * (numbers_per_row * call.element_bytes + ROW_NUMBER)
 
@@ -201,6 +208,7 @@ def whole_batch_scratch(call: KernelCall) -> int:
 def products_scratch(call: KernelCall) -> int:
     """Return the bytes that grouped products without fused activations need: the activation's
     result, and backward its gradient and those of the products that read the token."""
+    # Backward: two of the activation, and one of each matrix but the last.
     hidden_buffers = 1 + call.matrices if call.is_backward else 1
     return call.total * hidden_buffers * call.units * call.element_bytes
 
@@ -273,6 +281,7 @@ class ExpertSizes:
         return cls(
             dim=dim,
             units=units,
+            # of each matrix a row or a column, of each that reads the token a bias
             unit_numbers=matrices * dim + (matrices - 1) * bias,
             kept=(matrices - 1) * units,
             element_bytes=element_bytes,

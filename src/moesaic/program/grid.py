@@ -100,7 +100,8 @@ class Grid:
     def shares_tp_and_etp(self) -> bool:
         """Whether tensor-parallel groups and expert-shard groups consist of the same ranks, as TED
         needs."""
-        return self.tp == self.etp and (self.etp == 1 or self.spans["etp"][0] == 1)
+        stride_of_etp, _ = self.spans["etp"]  # 1: its ranks are consecutive, as those of tp are
+        return self.tp == self.etp and (self.etp == 1 or stride_of_etp == 1)
 
     @property
     def nodes_per_replica(self) -> int:
@@ -128,7 +129,8 @@ class Grid:
     @property
     def has_shards_inside_nodes(self) -> bool:
         """Whether all shards of each expert are on one node."""
-        return self.etp == 1 or (self.ranks_per_node or self.world) % self.spans["etp"][1] == 0
+        _, span_of_etp = self.spans["etp"]  # ranks from one group over etp to the next
+        return self.etp == 1 or (self.ranks_per_node or self.world) % span_of_etp == 0
 
     def size(self, axis: Axis) -> int:
         """Return the number of positions along an axis."""
@@ -155,6 +157,7 @@ class Grid:
         first_of_replica = rank // replica * replica
         if axis == "node":
             return self.node_of(rank) - self.node_of(first_of_replica)
+        # axis "local": counted from the first rank of the replica on this node
         first_of_node = rank - self.local_of(rank)
         return rank - max(first_of_replica, first_of_node)
 
@@ -179,7 +182,7 @@ class Grid:
         position on the nodes repeats after `period` ranks. Groups over dp or edp reach further, so
         all of them are returned.
         """
-        reaches_far = not {"dp", "edp"}.isdisjoint(axes)
+        reaches_far = not {"dp", "edp"}.isdisjoint(axes)  # over ranks of any distance
         groups = []
         covered = set[int]()  # ranks of these groups
         for rank in range(self.world if reaches_far else self.period):

@@ -115,7 +115,7 @@ class _HeldNumbers(NamedTuple):
     """(pieces,) int64: the number of each piece."""
 
     def num_candidates(self, piece: np.ndarray) -> int:
-        """Return how many pairs `holders` returns."""
+        """Return how many pairs `holders` returns for these pieces."""
         return int(self.held.sum(0)[self.number[piece]].sum())
 
     def holders(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +176,9 @@ class Held:
             if not is_held.all():
                 piece = piece[is_held[axis.number[piece]]]
 
-        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them.
+        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them: by
+        # its home; by its origin and the set of experts it is in, if it is in one of those that
+        # ranks hold; or by the axis that leaves the fewest pairs.
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
         elif self._kinds is not None:
@@ -378,11 +380,11 @@ class AbstractLayoutIndex(ABC):
         grid = self.grid
         if layout.flow == "node_tokens" and layout.experts == "node":
             return np.array([grid.coordinate(rank, "node")])
-        if layout.flow == "rank_tokens" and layout.experts != "all":
+        if layout.flow == "rank_tokens" and layout.experts != "all":  # the ep ranks of its experts
             experts = self.experts(replace(layout, flow="copies"), rank)
             experts_per_rank = self.num_experts // grid.ep
             return np.unique(experts // experts_per_rank)
-        if layout.chunk == "near":
+        if layout.chunk == "near":  # weights from the ranks with the same place on other nodes
             shard = grid.coordinate(rank, "etp")
             counterparts = [
                 peer
@@ -423,11 +425,11 @@ class LayoutIndex(AbstractLayoutIndex):
     """The pieces of slots and movements that depend on layouts alone, shared between calls.
 
     Args:
-        num_chunks: number of parts into which each run of copies is cut.
+        num_chunks: number of parts into which each run of copies is cut: the chunks of pieces.
         replicates: whether each run has one more chunk per ep rank, after these parts, which that
             rank computes.
-        parts: number of chunks of the program, which share the `num_chunks` parts evenly. None: one
-            part per chunk.
+        parts: number of chunks of the program, each of which is several of these parts, equally
+            many. None: one part each.
 
     Raises:
         InputError: if the experts cannot be split over ep.
@@ -443,8 +445,10 @@ class LayoutIndex(AbstractLayoutIndex):
         parts: int | None = None,
     ) -> None:
         super().__init__(grid, num_experts, num_chunks, replicates=replicates)
-        self._parts = num_chunks if parts is None else parts
+        self._program_chunks = num_chunks if parts is None else parts
+        """The number of chunks of the program."""
         self._matched: dict[tuple[Move, int], tuple[Matched, Matched]] = {}
+        """By movement and rank: the pieces that it sends, and those that it receives."""
 
     @memoised
     def pieces(self, layout: Layout, rank: int) -> Pieces:
@@ -510,7 +514,8 @@ class LayoutIndex(AbstractLayoutIndex):
         """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
         held = self._pieces_of_members(move.source, members)
         wanted = self._pieces_of_members(move.target, members)
-        # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
+        # A key is a piece and a member that holds it. Sorted by piece, then rank: the lowest rank
+        # that holds a piece comes first.
         keys = held.number * len(members) + held.member
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
@@ -558,16 +563,16 @@ class LayoutIndex(AbstractLayoutIndex):
         """Return the numbers of the chunks of a layout's rows on a rank."""
         if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
-        if layout.chunk is None:
+        if layout.chunk is None:  # only copies are replicated
             return np.arange(self._all_chunks if layout.flow == "copies" else self.num_chunks)
-        if layout.chunk == "replicated":
+        if layout.chunk == "replicated":  # one chunk for each ep rank that may compute them
             return np.arange(self.num_chunks, self._all_chunks)
-        if layout.chunk == "here":
+        if layout.chunk == "here":  # that of this rank's place on ep
             return np.array([self.num_chunks + self.grid.coordinate(rank, "ep")])
         # A chunk of the program covers an even share of the parts into which runs are cut.
         assert isinstance(layout.chunk, int)
-        start = self.num_chunks * layout.chunk // self._parts
-        end = self.num_chunks * (layout.chunk + 1) // self._parts
+        start = self.num_chunks * layout.chunk // self._program_chunks
+        end = self.num_chunks * (layout.chunk + 1) // self._program_chunks
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:

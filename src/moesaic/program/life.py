@@ -72,6 +72,7 @@ class Life:
         last_expert = -1
         for place, step in enumerate(self.steps):
             lanes = [self.steps[sender].tasks[0].lane for sender in step.lands]
+            # all lanes but that inside nodes count as slow
             if any((lane is Lane.INTRA) == (self.slowest is Lane.INTRA) for lane in lanes):
                 waiting.append(place)
             if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):

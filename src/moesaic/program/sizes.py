@@ -124,11 +124,12 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
         pairs: (n,) int64: source * world + target; a pair may occur several times.
         rows: (n,) the rows that each entry sends.
     """
-    is_to_itself = pairs % (world + 1) == 0
+    is_to_itself = pairs % (world + 1) == 0  # source * world + source
     is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
-    if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
+    # With at most 8 entries per given pair, a table of all pairs is cheaper than sorting.
+    if world * world <= 8 * len(pairs):
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
         summed = table[distinct]
@@ -215,7 +216,7 @@ class CallSizes:
         rows_of_chunks = staying[:, :, None]
         if parts is not None:
             rows_of_chunks = parts
-        elif num_chunks > 1:
+        elif num_chunks > 1:  # as equal as whole rows can be
             chunk_bounds = rows_of_chunks * np.arange(num_chunks + 1) // num_chunks
             rows_of_chunks = np.diff(chunk_bounds, axis=2)
 
@@ -226,7 +227,7 @@ class CallSizes:
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
         }
         """Rows of every piece that is not replicated, (origins, experts, chunks) int64, by flow."""
-        if node_tokens is not None:
+        if node_tokens is not None:  # of the nodes, if they are a level of their own, then ep ranks
             num_nodes = sum(grid.cast_levels) - grid.ep
             self._rows["node_tokens"] = node_tokens[:, :num_nodes]
             self._rows["rank_tokens"] = node_tokens[:, num_nodes:]
@@ -320,6 +321,7 @@ class CallSizes:
         Ranks that have fewer experts than others have zeros at the end.
         """
         is_held = self.shapes.held(layout).experts
+        # Of each rank, its first expert, and the one after its last.
         first = is_held.argmax(1)
         end = is_held.shape[1] - is_held[:, ::-1].argmax(1)
         width = int((end - first).max())
@@ -515,17 +517,20 @@ class CallSizes:
         return Splits(matched.peers, counts, runs=rows, is_whole=is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return the base of each piece of the copies; see `token_bases`."""
+        """Return the base of each piece of the copies, (pieces,) int64: the row in the slot of
+        tokens of the first token of its origin. The program's index of a copy counts from there."""
         copy_pieces = self.shapes.pieces(copies, rank)
-        later = self.shapes.tokens_later(copies, rank)
-        if later is not None:  # samples have moved to this rank
-            return later
+        rows_moved = self.shapes.tokens_later(copies, rank)
+        # Samples have moved to this rank: so many rows after where the index says, from row 0.
+        if rows_moved is not None:
+            return rows_moved
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1
+        # The index then counts all tokens of the slot, from its row 0.
         if copies.whole_tp or tokens.whole_tp or has_one_origin:
             return np.zeros(len(copy_pieces.number), dtype=np.int64)
         # Find the piece of tokens that each piece of copies belongs to; it starts at its offset.
-        if tokens.flow in ONCE:
+        if tokens.flow in ONCE:  # a piece of tokens for each node or ep rank to which they are sent
             destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
             number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
             position = find(token_pieces, number)
@@ -533,13 +538,21 @@ class CallSizes:
             position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
         return self.offsets(tokens, rank)[:-1][position]
 
-    def _destinations(self, tokens: Flow, copies: Flow, expert: np.ndarray) -> np.ndarray:
-        """Return the ep rank or node, whichever a flow of tokens sends to, of pieces of copies,
-        from the second index of these pieces; (n,) int64 each."""
-        ep_rank = expert  # as it is for rank_tokens
-        if copies != "rank_tokens":
-            ep_rank = expert // (self.num_experts // self.grid.ep)
-        if tokens == "rank_tokens":
+    def _destinations(
+        self, tokens_flow: Flow, copies_flow: Flow, second_index: np.ndarray
+    ) -> np.ndarray:
+        """Return where the tokens of some pieces are sent, (n,) int64: ep ranks if these tokens are
+        rank_tokens, nodes if they are node_tokens.
+
+        Args:
+            tokens_flow: rank_tokens or node_tokens.
+            copies_flow: the flow of the pieces: copies, or rank_tokens made of node_tokens.
+            second_index: (n,) int64, of the pieces: an expert, or the ep rank of rank_tokens.
+        """
+        ep_rank = second_index
+        if copies_flow != "rank_tokens":
+            ep_rank = second_index // (self.num_experts // self.grid.ep)
+        if tokens_flow == "rank_tokens":
             return ep_rank
         ep_ranks_per_node = self.grid.ep // self.grid.nodes_per_replica
         return ep_rank // ep_ranks_per_node

@@ -28,6 +28,7 @@ IDLE: Free = (0.0, 0.0, 0.0, 0.0)
 THREAD = 0
 """Index of the issuing thread in `Free`."""
 _RESOURCE = {Lane.HOST: THREAD, Lane.COMPUTE: 1, Lane.INTRA: 2, Lane.INTER: 3}
+"""By lane, the index of its resource in `Free`."""
 
 
 @dataclass(frozen=True, slots=True)

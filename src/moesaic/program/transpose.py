@@ -31,7 +31,9 @@ _SWAPPED = {
     Op.MOVE: Op.MOVE,
     Op.SCALE: Op.SCALE,
 }
+"""By operation, that of its transpose; expert tasks are treated apart."""
 _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EXPERT: Stage.EXPERT}
+"""By stage, that of its tasks' transposes."""
 
 
 def transpose(program: Program) -> Program:
@@ -77,7 +79,9 @@ class _Transposition:
         self._readers = Counter(
             name for task in program.tasks for name in task.reads if _flows(program, name)
         )
+        """By forward slot, how many tasks read it."""
         self._shares: dict[str, list[str]] = {}
+        """By forward slot with several readers, the slots of the shares of its cotangent."""
 
     def add(self, task: Task) -> None:
         """Append the transpose of a task, and the sums of cotangents that are complete with it."""

@@ -195,6 +195,7 @@ class Replicas:
         from moesaic.runtime.graph_breaks import outside_graphs
 
         self._outside_graphs = outside_graphs
+        """Calls a `partial` outside of the graphs of `torch.compile`."""
 
     @classmethod
     def at(cls, module: nn.Module) -> list[Replicas]:
@@ -285,7 +286,10 @@ class DataRanks:
 
     def __init__(self) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] | None = None
+        """The process groups over which counts are summed, one after the other; (): this process
+        trains alone; None: not known yet."""
         self._is_fixed = False
+        """Whether the user gave the group."""
 
     def settle(self, group: Group, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Set the ranks, or detect them from the parameters.

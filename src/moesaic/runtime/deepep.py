@@ -121,7 +121,7 @@ class DeepEP:
         """
         dim = x.shape[1]
         top_k = expert.shape[1]
-        room, _ = self._buffers.get((dim, top_k), (-1, None))
+        room, _ = self._buffers.get((dim, top_k), (-1, None))  # -1: there is no buffer yet
         if room < most_tokens:
             buffer = self._module.ElasticBuffer(
                 self._group, num_max_tokens_per_rank=most_tokens, hidden=dim, num_topk=top_k
@@ -164,7 +164,7 @@ class _Dispatch(torch.autograd.Function):
             topk_weights=weight,
             num_experts=num_experts,
             num_max_tokens_per_rank=room,
-            expert_alignment=1,
+            expert_alignment=1,  # no rows between experts
             async_with_compute_stream=True,
         )
         event.current_stream_wait()
@@ -208,7 +208,8 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         expert = expert.masked_fill(~sent, -1)
         if not routing.has_unsent:  # dropped copies have no weight in the routing
             weight = weight.new_zeros(len(expert)).masked_scatter(sent, weight)
-    most_tokens = int(gathered.on_host[:, 1].max())
+    tokens_of_ranks = gathered.on_host[:, 1]  # messages begin: valid tokens, tokens
+    most_tokens = int(tokens_of_ranks.max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         """Send tokens to their experts' ranks, run these, and return the sums of the results."""
@@ -226,7 +227,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         local_expert = received.expert[token, choice].long()
         num_local = len(sharded[0])
         counts = torch.bincount(local_expert, minlength=num_local)
-        order = sort_by_expert(token, local_expert, counts, len(received.x), None)
+        order = sort_by_expert(
+            token, local_expert, counts, num_tokens=len(received.x), rows_per_token=None
+        )
         gates = received.weight[token, choice][order.order]
         rows = permute(received.x, order)
         out = experts.compute(ExpertCall(sharded, common, rows=rows, gates=gates, ends=order.ends))

@@ -411,7 +411,7 @@ def upload_tables(run: LayerRun, device: torch.device) -> None:
         return
     tables_of_tasks = []
     for program in (run.compiled.forward, run.compiled.backward):
-        script = script_of(program, None)
+        script = script_of(program, None)  # None: whatever slots the run will return
         for step in script.steps:
             for task in step.tasks:
                 tables_of_tasks.append(tables(task, script.slots, run.call))

@@ -7,7 +7,8 @@ runs those of the plan.
 A copy is one token for one of the experts that it chose, and a row in messages. Experts have slots,
 which say on which rank they are stored (`expert_order.py`). Node tokens are those of multicast, in
 which a token is sent to a node once. The ranks of a tensor-parallel group have the same tokens;
-under some plans (`routes_slices`), such as S1, each routes a slice of them. Suffixes of names give
+under some plans (`routes_slices`), such as S1, each routes a slice of them. Under the others each
+routes all of them, and sends a share of the copies, or all (`is_redundant`). Suffixes of names give
 the axes: T tokens, D model width, K choices per token, E experts.
 """
 
@@ -282,12 +283,13 @@ class ExpertParallel:
                     "makes: switch to multicast, or parallelize the layer with deepep"
                 )
             compiled = compiled_for(plan, self._mesh_grid, self.transport, experts)
-            state = self._prepare(compiled, None)
+            state = self._prepare(compiled, deepep=None)
             self._states[_plan_key(plan)] = state
         if state.compiled is not self.compiled:
+            # The length of the last message, by which all ranks know that of the next one.
             state.peers.length = self.peers.length
             self._activate(state)
-            self.peers.all_agree = False
+            self.peers.all_agree = False  # until ranks have compared the new plan
 
     def exchange(self, experts: AbstractExperts) -> None:
         """Run other experts of the same sizes from the next call on. Plans are compiled again where
@@ -299,8 +301,14 @@ class ExpertParallel:
         """Return what the layer keeps for a compiled plan."""
         find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
         calls = self._calls_under(compiled)
-        slices = compiled.routes_slices
-        peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots)
+        peers = Peers(
+            self.transport,
+            compiled.grid,
+            slices=compiled.routes_slices,
+            digest=calls.digest,
+            find=find,
+            slots=self._slots,
+        )
         return _PlanState(compiled, peers, deepep, calls)
 
     def _activate(self, state: _PlanState) -> None:
@@ -311,7 +319,9 @@ class ExpertParallel:
         self.calls = state.calls
         self._deepep = state.deepep
         self._digests_checked = False
+        """Whether ranks have compared digests of the plan and of the present settings."""
         self._unchecked_calls = 0
+        """Calls that needed no comparison, of which every `CHECKED_CALLS`-th makes one."""
         self._padded_tables: dict[tuple[int | None, int, int], tuple[CallSizes, Indices]] = {}
         """Sizes and indices of calls under a padded capacity, by (padded rows, tokens, units)."""
 
@@ -405,7 +415,7 @@ class ExpertParallel:
             token_ids=None if batch.token_ids is None else batch.token_ids[own],
             noise=None if batch.noise is None else batch.noise[own],
             first_token=own.start,
-            sequence_length=max(num_tokens // batch.num_sequences, 1),
+            sequence_length=max(num_tokens // batch.num_sequences, 1),  # 1: without tokens
         )
 
     def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
@@ -417,7 +427,7 @@ class ExpertParallel:
             settings["micro_batch"] = micro_batch
             of_micro_batch = f" in micro-batch {micro_batch}"
         self.transport.doing = f"the forward pass of layer {self._layer_number}{of_micro_batch}"
-        have_changed = self.peers.call_with(
+        have_changed = self.peers.call_with(  # since this rank's last call
             {f"call.{name}": value for name, value in settings.items()}
         )
         if have_changed:
@@ -504,7 +514,7 @@ class ExpertParallel:
         """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots
         for experts."""
         self.check_digests(routed)
-        self.peers.skips_digests = False
+        self.peers.skips_digests = False  # every call exchanges counts, and digests with them
         by_expert = self.peers.order(routing.expert)
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
@@ -517,10 +527,10 @@ class ExpertParallel:
         node_tokens = None
         if self.compiled.is_multicast:
             node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
-            if node_tokens is None:
+            if node_tokens is None:  # the exchange of counts did not include them
                 num_copies = int(copies[self.rank].sum())
                 node_tokens = self._node_tokens(token, expert, routing.num_tokens, num_copies)
-            elif len(node_tokens.copy_index) != len(by_expert):
+            elif len(node_tokens.copy_index) != len(by_expert):  # without unsent copies at the end
                 sent_index = node_tokens.copy_index[: len(by_expert)]
                 node_tokens = replace(node_tokens, copy_index=sent_index)
         if self._order is not None:
@@ -632,12 +642,12 @@ class ExpertParallel:
         key = (inputs.padded_rows, inputs.num_tokens, units)
         if inputs.padded_rows is not None and key in self._padded_tables:
             return self._padded_tables[key]
-        table = None if node_tokens is None else node_tokens.of_all
+        counts_of_all_ranks = None if node_tokens is None else node_tokens.of_all
         sizes = chosen.compiled.sizes(
             inputs.copies,
             inputs.tokens,
             units=units,
-            node_tokens=table,
+            node_tokens=counts_of_all_ranks,
             replicated=chosen.replicated,
         )
         tables = sizes, Indices()
@@ -734,7 +744,7 @@ class ExpertParallel:
             )
         self._digests_checked = True
         # The ranks of a tensor-parallel group may add in different orders: their copies may differ
-        # by rounding. So only ranks at the same place of their groups are compared.
+        # by rounding. So only ranks at the same place of their groups are compared (columns).
         hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
         if (hashes != hashes[0]).any():
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
@@ -748,7 +758,7 @@ class ExpertParallel:
     def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
         """Return node tokens with the counts of every rank, which are exchanged now unless they
         were before."""
-        if node_tokens.of_all is not None:
+        if node_tokens.of_all is not None:  # the counts of all ranks
             return node_tokens
         counts = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
         return node_tokens.with_counts(torch.stack(counts).cpu().numpy(), self.rank)
@@ -785,13 +795,13 @@ class ExpertParallel:
         tp = self.grid.tp
         if not self.compiled.routes_slices and tp > 1:
             # Ranks of the group routed the same copies; each sends its share of every expert's.
-            counts_E = count(expert, None, self.num_experts)
+            counts_E = count(expert, alive_N=None, num_experts=self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
             first_E = counts_E * self._tp_place // tp
             end_E = counts_E * (self._tp_place + 1) // tp
             is_own = (place_in_run >= first_E[expert]) & (place_in_run < end_E[expert])
-            own_places = places_of(is_own, num_copies)
+            own_places = places_of(is_own, num_copies)  # the positions of the True entries
             token = token[own_places]
             expert = expert[own_places]
         return _find_nodes(self.num_experts, self.compiled, token, expert, num_tokens)
@@ -817,7 +827,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
     grid = compiled.grid
     assert record.gathered is not None
     copies = record.gathered.sent_on_host
-    tokens = record.gathered.on_host[:, 1].astype(np.int64)
+    tokens = record.gathered.on_host[:, 1].astype(np.int64)  # messages begin: valid tokens, tokens
     if compiled.routes_slices:  # the counts are of ranks already, not of tensor-parallel groups
         return copies, tokens
     copies = np.repeat(copies, grid.tp, axis=0)
@@ -866,7 +876,7 @@ def pad_copies(
     Returns:
         (gates, tokens), each (num_experts * rows,).
     """
-    counts_E = count(expert, None, num_experts + 1)
+    counts_E = count(expert, alive_N=None, num_experts=num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
     # copies that no expert takes go to one more row, which is cut off

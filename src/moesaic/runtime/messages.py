@@ -73,7 +73,8 @@ def _pending_move(
     value = _as_rows(
         source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
     )
-    # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each
+    # `reduce` follows from states, which also mark sums over an axis of one rank, where nothing is
+    # summed. If the slot's rows arrive in its order, or as many token rows as the slot has, each
     # arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
@@ -83,7 +84,7 @@ def _pending_move(
         return PendingMove(value, outgoing, incoming, sums, finish=place_rows)
     weights = environment[source.name]
     num_experts = sizes.num_held(target.layout, rank)
-    no_weights: Weights | None = None
+    no_weights: Weights | None = None  # weights of no expert, with the shapes of the others
     if num_experts == 0 and isinstance(weights, tuple):
         no_weights = call.experts.first(weights, 0)
 
@@ -136,14 +137,14 @@ def start(
     send_memory, sends = leaving.buffer()
     receive_memory, receives = arriving.buffer()
     leaving.write(send_memory, values)
-    if rank in sends and rank in receives:
+    if rank in sends and rank in receives:  # rows that stay on this rank
         receives[rank].copy_(sends[rank])
     transfer = Transfer(
         rank, tag, sends=_to_others(sends, rank), receives=_to_others(receives, rank), lane=lane
     )
     read = partial(_read_bundled, arriving, receive_memory)
     build_slots: list[Callable[[], Value]] = [
-        partial(read, number, like.dtype, pending.sums, pending.finish)
+        partial(read, number=number, dtype=like.dtype, sums=pending.sums, finish=pending.finish)
         for number, (pending, like) in enumerate(zip(pending_moves, likes))
     ]
     return transfer, build_slots
@@ -159,7 +160,7 @@ def _read_bundled(
 ) -> Value:
     """Return the slot that the movement with this number in a bundle writes, from the memory of the
     received messages. (A closure of `start` would keep the sent tensors alive.)"""
-    if not sums:
+    if not sums:  # `finish` would only put the rows in their places, since a bundle has no weights
         return arriving.read(memory, number, dtype, in_place=True)
     received = rows(arriving.read(memory, number, dtype, in_place=False))
     return finish(list(received.split(arriving.splits[number].counts)))
@@ -224,7 +225,12 @@ def _as_rows(
     slot: Slot, environment: Environment, call: Call, *, travels: bool, is_gradient: bool
 ) -> Tensor | IndexedRows:
     """Return a slot's value as rows to send. For weights that are not sent, return no rows, only
-    the right width."""
+    the right width.
+
+    Args:
+        travels: whether this rank sends any of the rows.
+        is_gradient: of weights, whether they are gradients, which only trained parameters have.
+    """
     value = environment[slot.name]
     if slot.kind is Kind.INDEX:
         assert isinstance(value, Tensor)
@@ -237,7 +243,7 @@ def _as_rows(
     if travels:
         assert isinstance(value, tuple)
         return call.experts.pack(value)
-    weights = environment["w"]
+    weights = environment["w"]  # those that this rank stores tell the width
     assert isinstance(weights, tuple)
     one_expert = call.experts.first(weights, 1)
     if is_gradient:
@@ -278,8 +284,10 @@ class Bundle:
         self.splits = splits
         unit_bytes = min(value.element_size() for value in values)
         self._widths = [value.shape[1] * value.element_size() // unit_bytes for value in values]
+        """The width of each movement's rows, in units."""
         by_width = sorted(range(len(splits)), key=lambda number: -self._widths[number])
         self._widest = by_width[0]
+        """The number of the movement with the widest rows."""
         widest_width = self._widths[self._widest]
         widest = values[self._widest]
         self._unit = widest.dtype if widest.element_size() == unit_bytes else _UNITS[unit_bytes]
@@ -347,9 +355,10 @@ class Bundle:
         width = self._widths[self._widest]
         if not split.runs.total:
             return
-        source = np.zeros(self._size // width, dtype=np.int64)
-        source[self._row_offsets(self._widest) // width] = split.runs.rows
-        index = torch.from_numpy(source)
+        # The memory as rows of this width: which row of the slot each gets, 0 if none.
+        slot_rows = np.zeros(self._size // width, dtype=np.int64)
+        slot_rows[self._row_offsets(self._widest) // width] = split.runs.rows
+        index = torch.from_numpy(slot_rows)
         if isinstance(value, IndexedRows):
             index = value.index.index_select(0, index)
             value = value.source
@@ -375,7 +384,8 @@ class Bundle:
             joined = _viewed(torch.cat(messages).view(-1, width), dtype)
             if not in_place or split.is_whole:
                 return joined
-            return IndexedRows(joined, self._indices.inverse(split.runs, memory.device), split.runs)
+            index = self._indices.inverse(split.runs, memory.device)
+            return IndexedRows(joined, index, runs=split.runs)
         offsets = self._row_offsets(number)
         if in_place and not split.is_whole:
             offsets_by_row = np.empty_like(offsets)
@@ -383,7 +393,8 @@ class Bundle:
             offsets = offsets_by_row
         if number == self._widest:
             rows_of_memory = _viewed(memory.view(-1, width), dtype)
-            return IndexedRows(rows_of_memory, torch.from_numpy(offsets // width), split.runs)
+            index = torch.from_numpy(offsets // width)
+            return IndexedRows(rows_of_memory, index, runs=split.runs)
         units = memory.index_select(0, self._unit_offsets(number, offsets))
         return _viewed(units.view(-1, width), dtype)
 
@@ -425,9 +436,12 @@ class Packets:
     """Encoded messages at a rank. The rank's message to itself is in `own`, as rows."""
 
     dim: int
+    """Width of the rows before they are encoded."""
     dtype: torch.dtype
+    """Their dtype."""
     device: torch.device
     codec: str
+    """Name of the codec; "none" for no codec."""
     items: dict[Pair, Tensor] = field(default_factory=dict)
     """Encoded messages by source and target, each (bytes,) uint8."""
     own: Tensor | None = None
@@ -461,6 +475,7 @@ def start_hop(
     codec = call.codecs(first.codec)
     move = move_of(task, slots)
     items = _all_items(sources)
+    # A message has its packets in the order of `_legs`, on both sides.
     leaving: dict[int, list[Tensor]] = {}
     arriving: dict[int, dict[Pair, int]] = {}  # by peer, the bytes of each packet of its message
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
@@ -525,7 +540,7 @@ def unpack(
     if not parts:
         parts = [torch.empty(0, packed.dim, dtype=packed.dtype, device=packed.device)]
     num_rows = call.sizes.num_rows(move.target, call.rank)
-    return placed(parts, incoming.runs, num_rows, move.reduce, call.indices)
+    return placed(parts, incoming.runs, num_rows, sums=move.reduce, indices=call.indices)
 
 
 @lru_cache(maxsize=4096)
@@ -533,7 +548,12 @@ def _legs(
     algorithm: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int
 ) -> tuple[tuple[Pair, Leg], ...]:
     """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source,
-    then target; `algorithm` is a key of `ALL_TO_ALLS`."""
+    then target. A leg is a packet's way in one hop.
+
+    Args:
+        algorithm: a key of `ALL_TO_ALLS`.
+        group: axes over which ranks exchange.
+    """
     ranks = grid.group(rank, group)
     node_map = NodeMap(grid, ranks)
     legs = []

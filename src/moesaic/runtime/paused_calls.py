@@ -66,6 +66,7 @@ class _PausingCall:
     result: Environment = field(default_factory=dict)
     """The result of the program that has ended last, until it is taken."""
     had_backward: bool = False
+    """Whether a backward pass has begun; a further one needs new tags."""
 
     def begin(self, steps: Steps) -> None:
         """Run a program to its first pause."""

@@ -51,8 +51,11 @@ class RoutingCache:
     def __init__(self, outer: dict[RoutingCached, RoutingCache]) -> None:
         self._outer = outer
         self._records: dict[RoutingCached, list[Cached]] = {}
+        """By layer, its records in call order."""
         self._before: dict[RoutingCached, tuple[Tensor, ...]] = {}
+        """By layer, the generators' states before its last call of the first pass."""
         self._position: dict[RoutingCached, int] | None = None
+        """By layer, how many records the present replay has read; None outside a replay."""
 
     @property
     def is_replaying(self) -> bool:
@@ -102,6 +105,7 @@ class RoutingCached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.routing_cache: RoutingCache | None = None
+        """Where it records its routing, or from which it replays it."""
 
 
 def replay_contexts(
@@ -149,8 +153,9 @@ def is_recomputing() -> bool:
     (The first pass of a reentrant checkpoint has no gradients; the one in the backward pass is the
     first with gradients.)
     """
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1:  # no backward pass runs
         return False
+    # The checkpoint recomputes with hooks of its own on saved tensors.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch_checkpoint.__module__
 
@@ -196,13 +201,14 @@ class _Caching(AbstractContextManager[None], AbstractSuspended):
         self._routing_cache = routing_cache
         self._replays = replays
         self._before: list[list[RoutingCache | None]] = []
+        """For each time it was entered and not left, the caches that the layers had before."""
 
     def __enter__(self) -> None:
         if self._replays:
             self._routing_cache.start_replay()
         self.resume()
         turn = TURN.get()
-        if turn is not None and not self._replays:
+        if turn is not None and not self._replays:  # suspended while another micro-batch computes
             turn.contexts.append(self)
 
     def __exit__(self, *exception: Any) -> None:

@@ -95,11 +95,11 @@ def compiled_for(
     choices = plan if isinstance(plan, Plan) else plan.plan
     for codec in (choices.codec, choices.backward_codec):
         codec_named(codec)  # raises if its package is missing
-    _, common_names = experts.names
+    _, common_names = experts.names  # of parameters that etp splits, and of the others: biases
     bias = bool(common_names)
     if isinstance(plan, Plan):
         return compile_plan(plan, grid, bias=bias)
-    if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
+    if replace(plan.grid, etp_inner=grid.etp_inner) != grid:  # a plan may factor etp by itself
         raise InputError(
             f"the plan was compiled for {plan.grid}, the layer is on {grid}: compile it for "
             "the layer's mesh"
@@ -184,7 +184,7 @@ def fingerprint(tensor: Tensor) -> str:
     factors = odd_numbers * _ODD  # int64 products wrap around, modulo 2**64
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_WORDS):
-        # low bits of a float64 that was a float32 are all zero
+        # low bits of a float64 that was a float32 are all zero: mix the high half into them
         mixed = piece ^ (piece >> 32 & 0xFFFFFFFF)
         total = total * _ODD + (mixed * factors[: len(piece)]).sum()
     return f"{int(total) % 2**64:016x}"
@@ -200,7 +200,7 @@ def take_first(module: nn.Module, transport: AbstractTransport) -> None:
     everyone = tuple(range(transport.world))
     for tensor in module.state_dict().values():
         if not tensor.is_meta:
-            tensor.copy_(broadcast(transport, everyone, tensor.to(transport.device), 0))
+            tensor.copy_(broadcast(transport, everyone, tensor.to(transport.device), source=0))
 
 
 def shard_experts(
@@ -225,7 +225,7 @@ def shard_experts(
     first_expert = grid.coordinate(rank, "ep") * experts_per_rank
     own_experts = range(first_expert, first_expert + experts_per_rank)
     if isinstance(experts, ModuleExperts):
-        experts.keep_only(own_experts, grid.edp)
+        experts.keep_only(own_experts, copies=grid.edp)
     else:
         for names in experts.names:
             for name in names:
@@ -267,6 +267,7 @@ def _shard_parameter(
     part = nn.Parameter(value, requires_grad=whole.requires_grad)
     if device_mesh is None and _swap(whole, part):
         return
+    # Noted, so that an optimizer which still holds the whole parameter is found.
     setattr(experts, name, part)
     experts.replaced.note(OwnedParameter.of(experts, name, whole), part)
 

@@ -70,13 +70,16 @@ def known_codec(name: str) -> AbstractCodec:
 
 
 class Indices:
-    """Index tensors of one call, cached by the identity of their table. Calls of the same sizes can
-    share them."""
+    """Index tensors of one call, cached by the identity of their table (its `id`). Calls of the
+    same sizes can share them."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[Runs | np.ndarray, Tensor]] = {}
+        """By a table's identity: the table, and its numbers on the device; see `_as_numbers`."""
         self._rows: dict[int, Tensor] = {}
+        """By the identity of runs, the result of `of`."""
         self._inverse: dict[int, Tensor] = {}
+        """By the identity of runs, the result of `inverse`."""
 
     def upload(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
         """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does
@@ -103,7 +106,7 @@ class Indices:
             _, numbers = self._tables[id(runs)]
             offsets, sizes = numbers.split(len(runs.sizes))
             rows = offsets.repeat_interleave(sizes, output_size=runs.total)
-            if not runs.is_constant:
+            if not runs.is_constant:  # offsets are what to add to a position; see `Runs.offsets`
                 rows = rows + torch.arange(runs.total, dtype=torch.int32, device=device)
             self._rows[id(runs)] = rows
         return self._rows[id(runs)]
@@ -196,7 +199,7 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
     elif task.op in (Op.PERMUTE, Op.COMBINE):
         tokens = task.reads[0] if task.op is Op.PERMUTE else task.writes[0]
         bases = sizes.token_bases(slots[tokens].layout, slots[task.reads[1]].layout, rank)
-        if bases.starts.any():
+        if bases.starts.any():  # bases that are all 0 are not added
             yield bases
     elif task.op is Op.EXPERT:
         yield sizes.ends(slots[task.reads[0]].layout, rank)
@@ -270,6 +273,7 @@ def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
     """Return the rows of a value that runs name, contiguous. If they lie in this order, they are
     returned without a copy."""
     if isinstance(value, IndexedRows):
+        # The source has the slot's rows in the order of `value.runs`.
         lies_as_wanted = value.runs is not None and _are_same(value.runs, runs)
         if lies_as_wanted and len(value.source) == runs.total:
             return value.source
@@ -391,7 +395,7 @@ def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) 
 
 def _source_and_index(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the tensor that has an expert task's rows, and which of its rows each copy is,
-    (rows,); None if they are sorted by expert."""
+    (rows,); None in place of this index if the tensor's rows are the copies, sorted by expert."""
     if isinstance(value, IndexedRows) and call.experts.gathers and not call.weight_first:
         return value.source, value.index
     return rows(value), None
@@ -405,6 +409,7 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     """
     x_value, gates_value, *weights = reads
     gates = rows(gates_value).squeeze(1)
+    # `x_rows` says which row of `tokens` each copy is; None: they are the copies.
     tokens, x_rows = _source_and_index(x_value, call)
     sharded, common = _weights(weights)
     ends = _ends(slots[task.reads[0]], tokens, call)
@@ -414,13 +419,13 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     result_gates = None if call.weight_first else gates
-    y_rows, placed_out = _as_they_came(x_value, x_rows, call)
+    y_rows, value_of_out = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows)
     expert_call = ExpertCall(
         sharded, common, rows=tokens, gates=result_gates, ends=ends, shards=shards, places=places
     )
     out, activations = call.experts.run(expert_call)
-    return {task.writes[0]: placed_out(out), kept(task.name): activations}
+    return {task.writes[0]: value_of_out(out), kept(task.name): activations}
 
 
 def _as_they_came(
@@ -450,10 +455,12 @@ def _expert_grad(
     """Run the backward pass of experts; return the gradients of what the forward task read.
 
     Args:
-        reads: the values of the result's gradients, and of what the forward task read.
+        reads: the values of the result's gradients, and of what the forward task read: rows,
+            routing weights and parameters.
         environment: which has the activations that the forward task kept.
     """
     dy_value, x_value, gates_value, *weights = reads
+    # `y_rows` and `x_rows` say which row of `dy` and `tokens` each copy is; None: they are copies.
     dy, y_rows = _source_and_index(dy_value, call)
     tokens, x_rows = _source_and_index(x_value, call)
     gates = rows(gates_value).squeeze(1)
@@ -464,7 +471,7 @@ def _expert_grad(
         return dict(zip(task.writes, (dy_value, gates.unsqueeze(1), *weights)))
     activations = environment[kept(task.name)]
     assert isinstance(activations, tuple)
-    d_x_rows, placed_rows = _as_they_came(x_value, x_rows, call)
+    d_x_rows, value_of_d_rows = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows, d_x=d_x_rows)
     inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     result_gates = None if call.weight_first else gates
@@ -475,12 +482,13 @@ def _expert_grad(
     d_rows, d_gates, *d_weights = call.experts.gradients(
         expert_call, activations, dy.contiguous(), deferred_wgrad
     )
-    if deferred_wgrad:
+    if deferred_wgrad:  # of the split weights, which come after rows and gates
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
     if d_gates is None:  # the experts' input was tokens * gates
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
-    gradients: list[Value] = [placed_rows(d_rows), d_gates.view_as(rows(gates_value)), *d_weights]
+    d_rows_value = value_of_d_rows(d_rows)
+    gradients: list[Value] = [d_rows_value, d_gates.view_as(rows(gates_value)), *d_weights]
     return dict(zip(task.writes, gradients))
 
 
@@ -503,7 +511,8 @@ def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
 
 
 def _shards(slot: Slot, call: Call) -> int:
-    """Return how many shards of an expert process a slot's rows."""
+    """Return how many shards of an expert process a slot's rows: on axes over which these are
+    replicated, each rank has another shard."""
     assert slot.kind is Kind.ROWS
     return math.prod(
         call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED
@@ -554,9 +563,9 @@ class Indexed:
         dispatch = self._dispatch
         if isinstance(values, IndexedRows):
             if not is_on_cpu and len(source) != len(self.places):
-                # what a GPU without Triton sums has as many rows as the index
+                # on a GPU without Triton, `sum_rows` takes as many rows as the index has
                 source = values.in_order()
-            else:
+            else:  # `by_token` lists rows, token after token: let it list those of the source
                 row_in_source = values.index.long().index_select(0, dispatch.by_token)
                 dispatch = replace(dispatch, by_token=row_in_source)
         return sum_rows(source, dispatch)

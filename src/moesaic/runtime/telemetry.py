@@ -80,7 +80,9 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._sums: list[tuple[Tensor, ...]] = []
+        """Sums of `_counts` by layer; [] before the first pass of the interval."""
         self._last: list[Routing] = []
+        """The routing of the last pass by layer, for the capacities."""
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing]) -> None:

@@ -204,7 +204,7 @@ def _set_function_modes(modes: list[Any]) -> None:
 def _set_dispatch_modes(modes: list[Any]) -> None:
     """Make these the TorchDispatch modes, the outermost first."""
     for _ in range(torch._C._len_torch_dispatch_stack()):
-        torch._C._pop_torch_dispatch_stack(None)
+        torch._C._pop_torch_dispatch_stack(None)  # the innermost, of whatever kind
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
 
@@ -212,6 +212,7 @@ def _set_dispatch_modes(modes: list[Any]) -> None:
 def _take_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Remove the hooks of saved tensors, and return them, the innermost first."""
     hooks = []
+    # True: even while torch traces
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()

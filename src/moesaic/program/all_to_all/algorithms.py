@@ -88,7 +88,8 @@ class Hier2D(AbstractAllToAll):
         """Return what `path` does for all pairs of ranks, hop by hop; see the base class."""
         ranks = np.array(node_map.ranks)
         ranks_by_node = np.array(node_map.nodes)  # (nodes, ranks per node)
-        # Ranks of a group are node-major, so their position tells node and local rank.
+        # Ranks of a group are node-major, so their position tells node and local rank. A packet is
+        # a pair of two different positions; its mate is on the source's node.
         node, local = np.divmod(np.arange(len(ranks)), ranks_by_node.shape[1])
         source_position, target_position = np.nonzero(~np.eye(len(ranks), dtype=bool))
         mate = ranks_by_node[node[source_position], local[target_position]]
@@ -121,10 +122,10 @@ class NaiveAggregation(AbstractAllToAll):
         return (*hops_inside, Hop(Lane.INTER, (-1, *inside)))
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        node = node_map.node(target)
-        last = len(node_map.nodes)
+        hop_inside = node_map.node(target)  # one for each destination node, in their order
+        hop_between = len(node_map.nodes)  # the last one
         mate = node_map.rank(node_map.node(source), node_map.local(target))
-        return legs_of((node, source, mate), (last, mate, target))
+        return legs_of((hop_inside, source, mate), (hop_between, mate, target))
 
 
 class Hier3D(AbstractAllToAll):

@@ -25,7 +25,7 @@ class Sequential(AbstractAllToAll):
     is_searched = False
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
-        num_rounds = max(len(node_map.ranks) - 1, 1)
+        num_rounds = max(len(node_map.ranks) - 1, 1)  # a rank alone has one round too
         hops = [Hop(Lane.INTER, (PACKED,))]
         for number in range(1, num_rounds):  # each waits for the one before
             hops.append(Hop(Lane.INTER, (PACKED, number - 1)))
@@ -34,4 +34,4 @@ class Sequential(AbstractAllToAll):
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         ranks = node_map.ranks
         distance = (ranks.index(target) - ranks.index(source)) % len(ranks)
-        return legs_of((distance - 1, source, target))
+        return legs_of((distance - 1, source, target))  # hops count from 0, distances from 1

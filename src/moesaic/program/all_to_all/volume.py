@@ -72,12 +72,13 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
         node_of: returns the node of a rank.
     """
     slots = {slot.name: slot for slot in program.slots}
+    # By the slot of packed rows, called after the movement's target, their codec.
     codecs = {task.writes[0]: task.codec for task in program.tasks if task.op is Op.PACK}
     entries = []
     for task in program.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, target = task.of or (task.reads[0], task.writes[0])
+        source, target = task.of or (task.reads[0], task.writes[0])  # of the whole movement
         inside = list[int]()  # rows of each message inside a node
         across = list[int]()
         for sender, receiver, rows in messages_of(task, slots, sizes):

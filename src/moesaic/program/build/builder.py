@@ -147,12 +147,12 @@ class Builder:
     def vary(self, source: str, name: str, axis: Axis) -> str:
         """Treat identical copies as different values: the identity forward, a multiplication by the
         axis's size backward."""
-        return self._scale(source, name, axis, State.SHARDED, Stage.DISPATCH, 1)
+        return self._scale(source, name, axis, State.SHARDED, Stage.DISPATCH, dual_power=1)
 
     def agree(self, source: str, name: str, axis: Axis) -> str:
         """Treat redundantly computed copies as one value: the identity forward, a division by the
         axis's size backward."""
-        return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, -1)
+        return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, dual_power=-1)
 
     def flow(self, name: str) -> Flow:
         """Return the flow of a slot."""
@@ -246,8 +246,8 @@ def declare(
     Args:
         tokens: layout of `x`.
         copies: layout of `gates` and `index`.
-        states: of all three.
-        gate_states: of `gates` and `index`, if they differ from those of `x`.
+        states: of `x`.
+        gate_states: of `gates` and `index`; None: those of `x`.
     """
     copy_states = states if gate_states is None else gate_states
     return (

@@ -120,12 +120,14 @@ def early(program: Program) -> Program:
     """
     slots = {slot.name: slot for slot in program.slots}
     number = chunk_numbers(program)
-    is_replicated = moves_replicated_weights(program)
+    moves_replicated = moves_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
         """Return the place of a task: movements first (False sorts before True), then by chunk."""
         chunk = number(slots[task.writes[0]].layout)
-        if is_replicated(task):  # among the computations: see `moves_replicated_weights`
+        # Movements of replicated weights count as computations (see `moves_replicated_weights`):
+        # the first one as of chunk 0, the one inside nodes as of the chunk that reads it.
+        if moves_replicated(task):
             is_first_movement = task.lane is Lane.INTER
             return True, 0 if is_first_movement or chunk is None else chunk
         is_computed = task.op not in (Op.MOVE, Op.HOP)

@@ -46,7 +46,7 @@ def optsche(program: Program) -> Program:
     phases = _phases(program)
     levels = _levels(program)
     parts = _parts(program)
-    is_replicated = moves_replicated_weights(program)
+    moves_replicated = moves_replicated_weights(program)
     last_level = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
@@ -54,13 +54,16 @@ def optsche(program: Program) -> Program:
         equals."""
         phase = phases[task.name]
         part = parts[task.name]
-        if is_replicated(task):  # see `moves_replicated_weights`
+        # Weights of replicated copies (see `moves_replicated_weights`) are sent after all
+        # dispatches, and sent on inside nodes after the last chunk before these copies.
+        if moves_replicated(task):
             if task.lane is Lane.INTER:
                 return _Phase.BEFORE, last_level, part
             return _Phase.MIDDLE, part - 1, 3
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
-        # Of a chunk: 0, its expert; 1, the next chunk's movements inside a node; 2, its result.
+        # Of a chunk: 0, its expert; 1, the next chunk's movements inside a node; 2, its result; 3,
+        # the next chunk's weights if these are sent on (above).
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
             return phase, part - 1, 1
         if task.stage is Stage.COMBINE:
@@ -73,9 +76,8 @@ def optsche(program: Program) -> Program:
 def _phases(program: Program) -> dict[str, _Phase]:
     """Return the phase of each task. Phases never decrease along dependencies."""
     phases: list[_Phase] = []
+    # For each task: the stages of the movements between nodes that lead to it, including itself.
     crossings: list[set[Stage]] = []
-    """For each task: the stages of the movements between nodes that lead to it, including
-    itself."""
     for task, waits_for in zip(program.tasks, predecessors(program)):
         crossings_before = set[Stage]()
         phase = _Phase.BEFORE
@@ -106,8 +108,8 @@ def _levels(program: Program) -> dict[str, int]:
 
 
 def _parts(program: Program) -> dict[str, int]:
-    """Return the position of the chunk, or step of peers, of each task. A task of several comes
-    before or after all of them."""
+    """Return the position of the chunk, or step of peers, of each task. A task of several or of
+    none comes before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
     chunk_number = chunk_numbers(program)  # of a layout
 

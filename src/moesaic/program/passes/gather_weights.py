@@ -67,9 +67,12 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
                 "gather_weights=0 clashes with multicast: no token is sent, so there is nothing "
                 "to multicast: choose plan.all_to_all=linear"
             )
-        return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
+        at_home = _stay_home(program)
+        return _fetch(at_home, group=("ep", "etp"), spread=("etp",), suffix="r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)
-    return _fetch(_visit_outer(program), ("etp_inner",), ("etp_inner",), f"r={r}"), factored
+    visiting = _visit_outer(program)
+    inner: tuple[Axis, ...] = ("etp_inner",)
+    return _fetch(visiting, group=inner, spread=inner, suffix=f"r={r}"), factored
 
 
 def _visit_outer(program: Program) -> Program:
@@ -151,7 +154,7 @@ def _fetch(
     )
     slots = list[Slot]()
     for slot in program.slots:
-        if slot.name == "b_shards" and gathers_experts:
+        if slot.name == "b_shards" and gathers_experts:  # the bias that expert tasks read
             slot = _shared_bias(slot)
         slots.append(slot)
     tasks = []

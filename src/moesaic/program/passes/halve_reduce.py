@@ -49,8 +49,12 @@ def _share(layout: Layout, task: Task) -> Layout | None:
     if len(task.group) != 1:
         return None
     axis = task.group[0]
+    # All ranks over the axes of `spread` are origins of a rank's rows: without this axis, on it
+    # only the rank itself is.
     if axis in layout.spread:
         return replace(layout, spread=tuple(other for other in layout.spread if other != axis))
+    # With `whole_tp` an origin stands for its tensor-parallel group (whose ranks are those of etp,
+    # if a schedule sums over etp here): without it, for itself.
     if layout.whole_tp and axis in ("tp", "etp"):
         return replace(layout, whole_tp=False)
     return None

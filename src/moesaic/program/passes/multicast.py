@@ -70,7 +70,9 @@ def multicast(program: Program, grid: Grid) -> Program:
     outputs = build.expert(copies, arrived.gates, "out")
     sums = build.combine(outputs, arrived.copy_index, "sums", _at_ranks("rank_tokens"))
     returned = _home(build, grid, sums, arrived.mate_index)
-    y = build.combine(returned, arrived.token_index, "y_part", y_layout, y_states)
+    y = build.combine(
+        returned, arrived.token_index, name="y_part", layout=y_layout, states=y_states
+    )
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE)
     return build.build("y")
@@ -103,7 +105,7 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> _Arrived
     if has_node_tokens:
         token_index = build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
-    rows = build.permute(tokens, token_index, flow, Layout(flow=flow), {})
+    rows = build.permute(tokens, token_index, name=flow, layout=Layout(flow=flow), states={})
     gates = _gates(build, slices)
 
     mate_index = ""
@@ -185,7 +187,8 @@ def _at_ranks(flow: Flow) -> Layout:
 
 
 def _gates(build: Builder, slices: bool) -> str:
-    """Declare the routing weights and return those of the rank's own copies."""
+    """Declare the routing weights and return those of the rank's own copies. With `slices` each
+    rank routes a slice of its group's tokens, so it has no others."""
     own = Layout()
     if slices:
         return build.input("gates", Kind.LANE, own, {})
@@ -197,7 +200,7 @@ def _gates(build: Builder, slices: bool) -> str:
 
 def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     """Declare x and return the slot to take tokens from, the layout of their sums, and the states
-    of these sums."""
+    of these sums. With `slices` each rank routes a slice of its group's tokens."""
     whole = Layout(flow="tokens", whole_tp=True)
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
@@ -240,6 +243,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         target = second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
+        # `of` says which rows it moves: those of the second movement.
         at_once = replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))
         # A scale with power 0 takes no time.
         reads = (*first.writes, arriving.name)

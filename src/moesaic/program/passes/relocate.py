@@ -29,8 +29,8 @@ def relocate(program: Program) -> Program:
 
     Args:
         program: made by `s1`, forward or its transpose; it may be chunked, split by peers, routed,
-            encoded and ordered. The `LayoutIndex` of its samples must have as many parts as the
-            program has chunks.
+            encoded and ordered. The argument `parts` of the `LayoutIndex` of its samples must be
+            the number of the program's chunks.
 
     Raises:
         InputError: for a program in which results do not go from the experts to one rank in one

@@ -111,7 +111,7 @@ def _sent_slot(
     stored: Slot, name: str, chunk: Literal["near", "here"], changed: dict[Axis, State]
 ) -> Slot:
     """Return the slot of replicated weights after a movement, from that of the stored ones and the
-    states that change."""
+    states that change. Its chunk says who has them: "near", the helpers' node; "here", a helper."""
     states = dict(stored.state) | changed
     listed_states = tuple(
         (axis, state) for axis, state in sorted(states.items()) if state is not State.SHARDED
@@ -158,17 +158,17 @@ def _with_weights(
         first = _fetch(source, here_slot, "ep")
         second = []
 
-    # The first movement comes after the first dispatch, the second just before the experts that
-    # read its weights.
+    # The first movement comes before the first expert task, the second just before the first one
+    # that reads its weights.
     tasks = list[Task]()
-    has_experts = False
+    is_first_placed = False
     for task in program.tasks:
-        if task.op is Op.EXPERT and not has_experts:
+        if task.op is Op.EXPERT and not is_first_placed:
             tasks.append(first)
-            has_experts = True
-        if task.op is Op.EXPERT and task.name.endswith(SUFFIX):
+            is_first_placed = True
+        if task.op is Op.EXPERT and task.name.endswith(SUFFIX):  # computes replicated copies
             tasks += second
-            second = []
+            second = []  # now it is placed
             reads = tuple(here_slot.name if read == source else read for read in task.reads)
             task = replace(task, reads=reads)
         tasks.append(task)

@@ -45,7 +45,7 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
     tasks: list[Task] = []
     for task in program.tasks:
         if is_long(program, task):
-            lowered, new_slots = lower(program, task, algorithm, "", grid)
+            lowered, new_slots = lower(program, task, link=algorithm, codec="", grid=grid)
             tasks += lowered
             slots += new_slots
         else:
@@ -75,7 +75,7 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
         if task.op in (Op.PACK, Op.UNPACK) and task.of and kinds[task.of[0]] is Kind.ROWS:
             tasks.append(replace(task, codec=codec))
         elif is_long(program, task) and kinds[task.reads[0]] is Kind.ROWS:
-            lowered, new_slots = lower(program, task, "linear", codec, grid)
+            lowered, new_slots = lower(program, task, link="linear", codec=codec, grid=grid)
             tasks += lowered
             slots += new_slots
         else:

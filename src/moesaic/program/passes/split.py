@@ -252,6 +252,7 @@ def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
         return task
     if program.slot(task.writes[0]).layout.step != (0, groups):
         return task
+    # Other steps lead from group to group: they stay inside if all ranks as one group do.
     other_steps_stay = _stay_inside(grid, 1, task.group)
     if other_steps_stay or not _stay_inside(grid, groups, task.group):
         return task
