@@ -110,7 +110,8 @@ class Link:
         check_curve(f"{where}: ", "users", "users_share", self)
 
     def rate(self, unit: int) -> float:
-        """Return the rate of link `unit` of this level, bytes per second in each direction."""
+        """Return the rate of the link numbered `unit` of this level, bytes per second in each
+        direction; `gbps` is repeated along the links."""
         return self.gbps[unit % len(self.gbps)] * 1e9 / 8
 
     def slowest(self, nodes: int) -> float:
@@ -530,16 +531,18 @@ class ClusterSpec:
             )
 
         def faster(link: Link) -> Link:
-            """Return a link with its rates multiplied; one that reaches several nodes by the
-            largest of their factors."""
+            """Return a level of links with their rates multiplied; one that reaches several nodes
+            by the largest of their factors."""
             if link.carries not in (carries, "all"):
                 return link
             if len(set(factors)) == 1:
                 return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
             gbps = []
-            for unit, nodes in enumerate(self._nodes_of(link)):
+            for number, nodes in enumerate(self._nodes_of(link)):
                 factor = max(factors[node] for node in nodes)
-                gbps.append(factor * link.gbps[unit % len(link.gbps)])
+                # `gbps` has one rate for all links of the level, or is repeated along them
+                usual = link.gbps[number % len(link.gbps)]
+                gbps.append(factor * usual)
             return replace(link, gbps=tuple(gbps))
 
         peers = tuple(

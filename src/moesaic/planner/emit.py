@@ -370,14 +370,19 @@ def unread_flags(flags: str, job: Job) -> list[str]:
 def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
     """Return whether a flag may matter and no prediction reads it; `known` are names of flags that
     are read or harmless."""
+    # a list of layers in place of a number: matters unless it is that of the job
     if flag.name == "moe-layer-freq" and not flag.value.isdecimal():
         return not _has_dense_layers(job, flag.value)
+    # a size: matters unless it is a number that fits the job
     if flag.name in FITTING:
         return not (flag.value.isdecimal() and FITTING[flag.name](job, int(flag.value)))
+    # a size that `unread_flags` compares with the job's if it is a number
     if flag.name in SIZES:
         return not flag.value.isdecimal()
+    # assumed to be on: matters only if its value switches it off
     if flag.name in ASSUMED.split():
         return flag.value.lower() in NEGATIVE
+    # any other flag: matters unless it is read, or harmless, at least with this value
     return flag.name not in known and flag.value not in HARMLESS_VALUES.get(flag.name, ())
 
 

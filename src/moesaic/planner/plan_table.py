@@ -270,9 +270,9 @@ class PlanTable:
         self._next_trial(self.race)
 
     def _settle(self, pairs: PairedSteps) -> None:
-        """Replace what both plans of the pairs took by what they took in turn; the others' times
-        follow the change of the winner's."""
-        times = pairs.times()
+        """Replace the times of the two plans of the pairs by their times in the pairs, and multiply
+        every other plan's times by the change of the winner's; in the entries of all buckets."""
+        times = pairs.times()  # median seconds of the two plans
         change = times[pairs.winner] / self.timed[pairs.winner]
         self.timed = {plan: change * seconds for plan, seconds in self.timed.items()} | times
         for entries in self.entries.values():

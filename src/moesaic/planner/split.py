@@ -115,21 +115,23 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
 
     Stages hold gradients at least, which their schedules reduce once.
     """
+    # what a rank keeps whole between micro-batches
     holds: list[Held] = ["parameters", "gradients"]
     if split.pp == 1:
         holds.append("nothing")
-    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same
+    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same, one will do
         yield replace(split, hold=holds[-1])
         return
     shards: list[Sharding] = ["all"]
     has_several_nodes = (grid.ranks_per_node or grid.world) < grid.world
-    dense_shards, _ = _node_shards(grid)
-    if has_several_nodes and dense_shards > 1:
+    # over how many data-parallel ranks of a node dense parameters would be sharded
+    shards_in_node, _ = _node_shards(grid)
+    if has_several_nodes and shards_in_node > 1:
         shards.append("node")
     for shard in shards:
         for hold in holds:
             yield replace(split, shard=shard, hold=hold)
-    yield replace(split, shard="none", hold="gradients")  # which are whole anyway
+    yield replace(split, shard="none", hold="gradients")  # which are whole if not sharded
 
 
 def _node_shards(grid: Grid) -> tuple[int, int]:
@@ -137,7 +139,8 @@ def _node_shards(grid: Grid) -> tuple[int, int]:
     per_node = grid.ranks_per_node or grid.world
 
     def inside_node(stride: int, size: int) -> int:
-        """Return how many of `size` ranks that are `stride` apart are on one node."""
+        """Return how many of `size` ranks that are `stride` apart are on one node; 1 if strides do
+        not fit nodes."""
         return min(per_node // stride, size) if per_node % stride == 0 else 1
 
     return inside_node(grid.tp, grid.dp), inside_node(grid.ep * grid.etp, grid.edp)
@@ -412,7 +415,7 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    num_shards = (1, 1)
+    num_shards = (1, 1)  # of dense parameters, and of experts; "none": everything whole
     if split.shard == "all":
         num_shards = (grid.dp, grid.edp)
     elif split.shard == "node":
@@ -430,7 +433,9 @@ class _Blocks(NamedTuple):
     """Blocks of a stage, or of a part of it."""
 
     layers: int
+    """Number of blocks."""
     sparse: int
+    """Number of these that have an MoE layer."""
     has_table: bool
     """Whether the embedding or the output belongs to them."""
     is_last: bool
@@ -459,7 +464,8 @@ def _joined(parts: Sequence[_Blocks]) -> _Blocks:
 
 
 def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
-    """Return the blocks of each part, in their order, cut as the trainer does."""
+    """Return the blocks of each part, in their order, cut as the trainer does; `whole` is the model
+    of a step with all blocks."""
     if split.pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
     is_sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
@@ -524,7 +530,8 @@ def split_choices(
     Raises:
         InputError: if a given number of stages does not fit.
     """
-    counts = [pp] if pp is not None else [1 << power for power in range(most_stages.bit_length())]
+    powers_of_two = [1 << power for power in range(most_stages.bit_length())]  # up to `most_stages`
+    counts = [pp] if pp is not None else powers_of_two
     fitting = []
     for count in counts:
         # a rank of a stage then has as many sequences of a micro-batch as without stages
