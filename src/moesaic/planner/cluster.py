@@ -476,7 +476,7 @@ class ClusterSpec:
         per_node = self.devices_per_node
         nodes = math.ceil(count / per_node)
         used = count // max(nodes, 1)  # devices of each node
-        host = self.devices_per_host or per_node
+        host = self.devices_per_host or per_node  # 0: a node is one host
         is_uneven = used * nodes != count or used % host != 0
         if count < 1 or (nodes > 1 and is_uneven):
             near = max(count // per_node, 1) * per_node
@@ -488,7 +488,8 @@ class ClusterSpec:
         speeds = self.speeds[:count] if speeds_are_of_cluster else self.speeds[:used]
         links = self.links
         if used < per_node:
-            # In part of a node, fewer devices are behind a link, and some direct links lose an end.
+            # In part of a node, fewer devices are behind a link, the links of a node (and their
+            # rates) are fewer, and some direct links lose an end.
             links = tuple(
                 replace(
                     link,
@@ -573,7 +574,7 @@ class ClusterSpec:
                 f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: "
                 "choose a divisor or a multiple"
             )
-        count = math.ceil(self.world / link.devices)
+        count = math.ceil(self.world / link.devices)  # links of this level in the cluster
         links_per_node = max(per_node // link.devices, 1)
         if len(link.gbps) not in (1, count, links_per_node):
             raise InputError(
@@ -662,7 +663,7 @@ def _cluster_of_cards(name: str, cards: re.Match[str], nodes: int | None) -> Clu
     """
     machines, num_cards, card, port = cards.groups()
     machine = replace(read_cluster(f"8x{card}-pcie").of_devices(int(num_cards)), name=name)
-    port_gbps = ETHERNET_SHARE * int(port or 100)
+    port_gbps = ETHERNET_SHARE * int(port or 100)  # names that end in -pcie give no port
     links = []
     for link in machine.links:
         is_port = link.carries == "outside"

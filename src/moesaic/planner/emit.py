@@ -133,7 +133,7 @@ def _fields_of(given: list[Given]) -> dict[str, Any]:
     for flag in given:
         if flag.name not in known:
             continue
-        field, make = known[flag.name]
+        field, make = known[flag.name]  # `make` says how words become a value (`MEGATRON`)
         if not isinstance(make, Alone):
             values[field] = _flag_value(flag, make)
             continue
@@ -328,6 +328,7 @@ def _has_dense_layers(job: Job, layers: str) -> bool:
     found = {"0": 0, "1": 0}
     for kind, count in LAYERS.findall(layers):
         found[kind] += int(count or 1)
+    # nothing but parts of a list, and what joins them
     is_list = not LAYERS.sub("", layers).strip("()+ ")
     dense = job.dense_layers
     return is_list and found == {"0": dense, "1": job.model.num_layers - dense}
@@ -459,6 +460,7 @@ class System:
         of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
+        # offered with a number of runs per rank, so one schedule may be offered several times
         schedules = dict.fromkeys(schedule for schedule, _ in self.offers.schedules)
         supported: dict[str, tuple[Any, ...]] = {
             "schedule": tuple(schedules),

@@ -123,7 +123,7 @@ class PlanTable:
         self.plans = tuple(plans)
         self.settings = settings or TableSettings()
         self._predict = predict or (lambda _: [1.0] * len(self.plans))
-        self._pairs = predict is None
+        self._must_beat_first = predict is None
         """Whether the winner of a race must beat the first plan in turn; predictions that follow
         the load correct a disturbed race by themselves."""
         self.allowed = [
@@ -180,7 +180,7 @@ class PlanTable:
         else:
             if not self._trial_left:
                 self._next_trial(self.race)
-            if self.race is not None:  # it may have ended
+            if self.race is not None:  # `_next_trial` may have ended it
                 self._trial_left -= 1
                 self.explored += 1
         assert self.running is not None
@@ -231,7 +231,8 @@ class PlanTable:
         self._race_load = fmean(self._loads)
         predicted = [self._predicted(self._race_load, plan) for plan in range(len(self.plans))]
         starters = self.allowed
-        if self.races <= 1:
+        if self.races <= 1:  # the first race
+            # a plan whose step takes (1 - optimism) of its prediction must still be the best
             limit = min(predicted[plan] for plan in self.allowed) / (1 - self.settings.optimism)
             starters = [plan for plan in self.allowed if predicted[plan] <= limit]
         self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
@@ -262,7 +263,7 @@ class PlanTable:
         self.timed = race.times()
         winner = race.left[0]
         first = self.allowed[0]
-        if winner == first or not self._pairs:
+        if winner == first or not self._must_beat_first:
             self.race = None
             self._run(winner, "fastest")
             return
@@ -286,10 +287,11 @@ class PlanTable:
         """Return whether steps now take longer than they took under the first plan when it was
         timed."""
         first = self.allowed[0]
-        if not self._pairs or len(self._recent) < RECENT or self.running == first:
+        if not self._must_beat_first or len(self._recent) < RECENT or self.running == first:
             return False
         if self.running is None or not {first, self.running} <= self.timed.keys():
             return False
+        # `_recent` are logarithms of recent step times over the time that the plan had
         now = self.timed[self.running] * math.exp(median(self._recent))
         return now > (1 + self.settings.hysteresis) * self.timed[first]
 
@@ -340,7 +342,7 @@ class PlanTable:
             str(bucket): [entry.measured for entry in entries]
             for bucket, entries in self.entries.items()
         }
-        races = self.races if self.race is None else 0
+        races = self.races if self.race is None else 0  # 0: a race begins with the next step
         return {
             "version": VERSION,
             "rows_per_bucket": self.settings.rows_per_bucket,

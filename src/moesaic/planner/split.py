@@ -330,6 +330,7 @@ class SplitCostModel:
         stage = part % self.split.pp
         next_stage = (stage + 1) % self.split.pp
         is_same_node = stage * ranks // per_node == next_stage * ranks // per_node
+        # values of `Link.carries` of the links between the two parts
         carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
 
         model = self.model
@@ -373,7 +374,8 @@ class SplitCostModel:
         """
         memories = [rank_memory(rank, kept_bytes, buffers) for rank in self._fullest]
         most = max(memories, key=lambda memory: memory.total)
-        # two calls and two losses are alive, and FSDP2 gathers two blocks
+        # of two micro-batches in flight, two calls and two losses are alive, and FSDP2 gathers two
+        # blocks
         return replace(most, buffers=self.split.in_flight * most.buffers)
 
     @cached_property
