@@ -132,7 +132,7 @@ def router_seconds(
     """
     device = spec.device
     slowest = min(spec.speeds, default=1.0)
-    dtype = "fp32" if device.tflops.fp32 else "bf16"
+    dtype = "fp32" if device.tflops.fp32 else "bf16"  # 0: the rate of float32 is unknown
     product = 2.0 * tokens * dim * num_experts / (device.flops(dtype) * slowest)
     cast = tokens * dim * (element_bytes + 4) / (device.memory_gigabytes_per_second * 1e9 * slowest)
     small_kernels = device.router_us * 1e-6
@@ -160,7 +160,7 @@ def compute_seconds(
         return _experts(task, slots, volumes, rates)
     read = _bytes(task.reads, slots, volumes)
     written = _bytes(task.writes, slots, volumes)
-    # `of` of a move: a kernel sends rows as they lie
+    # a move has `of` if a kernel sends its rows as they lie
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
     # a hop's messages are packed and unpacked by other tasks; power 0 multiplies by 1

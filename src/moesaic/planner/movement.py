@@ -137,7 +137,7 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
         rows: rows of the message; fractions are expected values.
         layer: gives the sizes of rows, weights and products.
     """
-    if slot.kind is Kind.LANE:
+    if slot.kind is Kind.LANE:  # routing weights, in float32
         return rows * 4
     if slot.kind is Kind.INDEX:
         return rows * INDEX_BYTES
@@ -285,7 +285,7 @@ class Counted(AbstractVolumes):
         """Return the movements of a move or hop: one per connected set of ranks, or one per message
         that is eager."""
         source, move = ends_of(task, slots)
-        link = task.link if task.op is Op.HOP else ""
+        link = task.link if task.op is Op.HOP else ""  # the all-to-all that a hop is a step of
         key = (source.kind, move, codec, link, task.hop)
         if key not in self._movements:
             moved = self.sizes.moved(move)

@@ -551,6 +551,7 @@ def best_layout(
 
     best_starts: dict[int, Tried] = {}  # by the number of stages
     for layout in _starts(job, cluster, offers, stages):
+        # blocks are recomputed only if the layout does not get better without that
         for recompute in ((), ("block",)):
             found = improved(replace(layout, recompute=recompute), best_starts.get(layout.pp))
             if found is not None:
@@ -592,6 +593,7 @@ def without_what_we_lack(job: Job, cluster: ClusterSpec, layout: OthersLayout) -
     seconds = predict(job, cluster, layout).seconds
     times_as_fast = {}
     for name, field, value, applies in WE_LACK:
+        # the layout with the value that does without that thing
         without = replace(layout, **{field: value})
         if applies(layout) and without != layout:
             times_as_fast[name] = predict(job, cluster, without).seconds / seconds
@@ -608,6 +610,7 @@ def _starts(
     stage_counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
     sequence_parts = [1]
     if model.seq_len >= LONG:
+        # each rank keeps at least a quarter of LONG tokens
         sequence_parts += [part for part in (2, 4, 8) if 4 * model.seq_len // part >= LONG]
     for pp, cp, tp in itertools.product(stage_counts, sequence_parts, (1, 2, 4, 8)):
         if cluster.world % (pp * cp * tp):

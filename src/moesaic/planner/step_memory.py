@@ -133,7 +133,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     shards, expert_shards = cost_model.num_shards
     gathered = (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
     root = cost_model.root_parameters if shards > 1 else 0.0
-    moving = {
+    moving = {  # by what a rank holds whole between micro-batches
         "nothing": (2 * gathered + root) * gathered_size + gathered * size,
         "gradients": (2 * gathered + root) * gathered_size,
         "parameters": 0.0,
@@ -177,6 +177,7 @@ def _cast_bytes(cost_model: StepCostModel) -> float:
     if not is_whole or model.layer.element_bytes == model.parameter_bytes:
         return 0.0
     _, expert_parameters = cost_model.block_parameters
+    # one layer if all blocks are recomputed, all layers if none is
     cast_layers = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     return cast_layers * expert_parameters * model.layer.element_bytes
 
