@@ -85,7 +85,7 @@ def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
     known = measured_operations(simulator.cluster.collectives, grid, layer.dtype)
     if known is None:
         known = operations(simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor)
-    return CHOICES[corrected(known, layer, grid.tp, grid.etp)]
+    return CHOICES[corrected(known, layer, m=grid.tp, s=grid.etp)]
 
 
 def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> Operations | None:
@@ -102,6 +102,7 @@ def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> O
     tp_span = _span(grid, ("tp",))
     names = (f"all_to_all {expert_span}", f"all_gather {tp_span}", f"saa {expert_span}")
     known = {line.what: line for line in collectives}
+    # tp must be the ranks of whole nodes
     if tp_span != "inside" or any(name not in known for name in names):
         return None
 

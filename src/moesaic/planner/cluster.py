@@ -228,6 +228,7 @@ class ScoreShares:
         points = list(zip(self.heads, shares))
         for (low, low_share), (high, high_share) in pairwise(points):
             if 0 < head_dim < high:
+                # 0 below the first width
                 above_low = max(head_dim - low, 0)
                 return float(low_share + (high_share - low_share) * above_low / (high - low))
         return float(shares[-1])

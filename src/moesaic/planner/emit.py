@@ -277,7 +277,7 @@ def _given(words: list[str]) -> list[Given]:
             given.append(Given(word, name, []))
         elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not is_after_flag):
             given.append(Given(word, word, []))
-        elif given:
+        elif given:  # a value of the last flag; words before all flags are left out
             given[-1].values.append(word)
     return given
 
@@ -400,16 +400,16 @@ def _flag_value(given: Given, make: Any) -> Any:
     `MEGATRON`."""
     flag = given.word
     value = given.value
-    if make is list:
+    if make is list:  # several words
         if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
         return tuple(given.values)
     _check_single(given, 1)
-    if isinstance(make, dict):
+    if isinstance(make, dict):  # a table of words
         if value not in make:
             raise InputError(f"--flags: {flag}={value!r}: choose one of {', '.join(make)}")
         return make[value]
-    try:
+    try:  # a function, which is `int`
         return make(value)
     except ValueError as error:
         raise InputError(f"--flags: {flag} needs a whole number, got {value!r}") from error
@@ -468,7 +468,7 @@ class System:
         }
         if not self.any_parts:
             supported["recompute"] = self.offers.recompute
-        for lacking, only in self.lacks:
+        for lacking, only in self.lacks:  # a field without a flag, and the only value that runs
             supported[lacking] = (only,)
         for choice, values in supported.items():
             if getattr(layout, choice) not in values:

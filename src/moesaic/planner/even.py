@@ -172,6 +172,7 @@ class Even(AbstractVolumes):
         rows = np.full(self.num_actors, pieces * self.piece.of(layout))
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
+            # of the pairs of each rank and itself
             rows *= pieces_of_step(
                 digits,
                 step_digits,
@@ -308,7 +309,8 @@ class Even(AbstractVolumes):
         pairs, rows = self._pair_rows(digits, move)
         ranks = np.arange(self.topology.block)
         to_itself = Pairs(ranks, ranks, np.ones(len(ranks)))
-        # as of a sum, for which a rank takes the rows that it holds too
+        # the rows that stay where they are: those that a rank "exchanges" with itself in a movement
+        # that sums, which does not leave out the rows that the target holds
         stay = _exchange(digits, replace(move, reduce=True), to_itself)
         staying_rows = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
         group = digits.axes(move.group)

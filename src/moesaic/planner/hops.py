@@ -173,6 +173,7 @@ def _num_sharers(
         third = next((value for value in range(base) if value not in count_of_value), None)
         if third is not None:
             count_of_value[third] = base - len(count_of_value)
+        # every source so far, with each of these values as its digit
         others = [
             (offset + (value - source_value) * stride, multiplicity * count)
             for offset, multiplicity in others

@@ -205,7 +205,8 @@ def connected_components(
     """
     if not len(source):
         return []
-    # the smallest actor known to be connected with each; halve the paths until nothing changes
+    # By actor, the smallest one known to be connected with it. Each takes that of its neighbours if
+    # it is smaller, and then that of this one, until nothing changes.
     smallest = np.arange(num_actors)
     before = np.arange(0)
     while not np.array_equal(smallest, before):

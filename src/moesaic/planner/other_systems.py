@@ -214,7 +214,7 @@ class _Ranks:
         launches: tuple[float, float] = LAUNCHES,
     ) -> None:
         cluster = simulator.cluster
-        count = _micro_batches(job, cluster, layout)
+        count = _micro_batches(job, cluster, layout)  # per step
         ranks_per_stage = cluster.world // layout.pp
         self.layout = layout
         self.grid = Grid(
@@ -224,7 +224,7 @@ class _Ranks:
             etp=layout.etp,
             ranks_per_node=min(cluster.devices_per_node, ranks_per_stage),
         )
-        groups = ranks_per_stage // (layout.tp * layout.cp)
+        groups = ranks_per_stage // (layout.tp * layout.cp)  # data-parallel ones
         whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
         whole = replace(whole, launches=launches)
         self.ranks = [

@@ -169,10 +169,11 @@ class PlanTable:
     def choose(self) -> int:
         """Return the number of the plan for the next step."""
         self.steps += 1
-        if self.race is None and (not self.races or self._has_drifted()):
+        if self.race is None and (not self.races or self._has_drifted()):  # a new race
             self.races += 1
             self._start_race()
         elif self.race is None and self._is_slower_than_the_first():
+            # the running plan and the first one run in turn
             assert self.running is not None
             self.race = PairedSteps(self.running, self.allowed[0])
         if self.race is None:

@@ -346,7 +346,7 @@ class _Search:
         ranking = self._ranking(counts)
         if not ranking:
             raise self._too_large(*self._smallest_simulated())
-        if not counts:
+        if not counts:  # other splits are tried under even routing only
             found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
             ranking = sorted(found, key=lambda step: step.seconds)
 

@@ -268,7 +268,8 @@ class SplitCostModel:
         pairs = self.model.micro_batches // 2
         before_forward, before_backward = self._distinct[0].between_seconds(forward, backward)
         forward_flight, backward_flight = self.flights(compiled, forward, backward)
-        # what two micro-batches take in turn, less what they take in flight
+        # What two micro-batches take in turn, less what they take in flight. In turn, each runs a
+        # program and what lies before it in every layer.
         forward_saved = 2 * layers * (before_forward + forward.seconds) - forward_flight.seconds
         backward_saved = 2 * layers * (before_backward + backward.seconds) - backward_flight.seconds
         parts = dict(in_turn.parts)
@@ -402,7 +403,7 @@ class SplitCostModel:
         """Return a lower bound on the seconds of any plan on this layout; see
         `StepCostModel.floor`."""
         floors = {rank: rank.floor(compression=compression) for rank in self._distinct}
-        if self.split.parts > 1:
+        if self.split.parts > 1:  # only the work of each rank itself
             return max(floors.values())
         # The first micro-batch passes the stages before a rank, and its gradients pass them again
         # after the rank's last micro-batch.

@@ -902,6 +902,7 @@ class StepCostModel:
         shared_adapters, _ = model.adapters
         adapter_bytes = 4 * shared_adapters  # in float32
         adapters = self._node.all_reduce_seconds(adapter_bytes, stride=1, ranks=self.grid.world)
+        # (how often per step, seconds of each time, behind which pass)
         return (
             Moving(count, root_scatters * root, "nothing"),
             Moving(count, gather_ratio * blocks, "forward"),
@@ -946,6 +947,7 @@ class StepCostModel:
             shard_bytes, stride=self.grid.tp * shards, ranks=copies
         )
         root_reduced = 0.0 if self.model.is_frozen else root + between_copies
+        # (how often per step, seconds of each time, behind which pass)
         if self.model.held == "parameters":
             return (
                 Moving(1, gather_ratio * root, "nothing"),
@@ -1288,8 +1290,7 @@ class StepCostModel:
         tokens_per_run = node_tokens_per_node(layer, runs, chunks=1)  # of one group's tokens
         # dp * devices / world: the data-parallel groups behind the link
         tokens = tokens_per_run * other_runs * grid.dp * devices / grid.world
-        # weights are counted in rows of `dim`, as tokens are
-        # and a run lacks those of the other runs' experts
+        # in rows of `dim`, as tokens: the weights of the experts of all other runs
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         # of what leaves `devices` devices, the link carries the part of its own
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
@@ -1373,8 +1374,7 @@ def _all_to_all(
             target // per_node != source // per_node,
             # each rank sends its part of a node's tokens to the rank in the same place
             node_tokens_per_node(layer, nodes, chunks=1) / ranks_inside * row_bytes,
-            # which passes on the tokens that came from all nodes
-            # (those for one ep rank)
+            # which passes on to a rank of its node the tokens for it that came from all nodes
             node_tokens_per_node(layer, grid.ep, chunks=1) * nodes * row_bytes,
         )
     apart = source != target

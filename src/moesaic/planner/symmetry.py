@@ -76,7 +76,8 @@ class Digits:
         self.block = block or self.per_node
         inner = grid.etp if grid.innermost == "etp" else grid.ep  # size of the innermost axis
         etp_stride = 1 if grid.innermost == "etp" else grid.ep
-        # lengths of the runs of consecutive ranks that the mesh and the links tell apart
+        # lengths of the runs of consecutive ranks that the mesh and the links tell apart; etp may
+        # be cut into two factors, of which `etp_inner` is the inner one
         runs = {
             1,
             grid.tp,
@@ -205,6 +206,7 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     # None: every rank is an origin
     origin = all_digits if flow.origins is None else digits.axes(flow.origins)
     expert = digits.axes(flow.homes)
+    # by whose experts' rows a rank has: those of all ranks, of its own, or of its node
     free_by_experts: dict[str, frozenset[int]] = {
         "all": expert,
         "rank": frozenset(),
