@@ -372,6 +372,7 @@ class Even(AbstractVolumes):
         nodes_per_group = link.nodes_per_group(nodes)
         if nodes_per_group <= 1:
             return digits
+        # distance between neighbouring nodes, which differ in the lowest digit outside a node
         node_stride = int(digits.strides[min(outside_node)])
         return self._radix(move.source, [node_stride * nodes_per_group])
 
@@ -394,6 +395,7 @@ class Even(AbstractVolumes):
         block = self.topology.block
         source_places = source % block
         target_places = target % block
+        # sends and receives of each rank of the block
         posts = np.bincount(source_places, messages, block) + np.bincount(
             target_places, messages, block
         )

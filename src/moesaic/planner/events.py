@@ -59,7 +59,7 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
 
     Args:
         program: in the order of issue.
-        host_runs_compute: as in `lay_out`.
+        host_runs_compute: whether the issuing thread also computes, as in `lay_out`.
         has_lanes: whether a lane runs its movements one after the other.
     """
     tasks = program.tasks
@@ -72,8 +72,9 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
     """By lane, the node that runs its last task so far."""
     thread_is_free: int | None = None
     """The node after which the thread issues the next task."""
-    for issue, task in enumerate(tasks):
+    for issue, task in enumerate(tasks):  # node `issue` issues the task, and node `run` runs it
         run = count + issue
+        # the nodes that write what the task reads; inputs of the program have none
         written = {writer[name] for name in task.reads if name in writer}
         # whether the issuing thread itself runs the task, and issues no other meanwhile
         on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
@@ -284,6 +285,7 @@ class Events:
             return
         self.starts[task, actor] = now
         parts = self._parts_started[task].get(actor, ())
+        # events that must come before the task ends, this start and arrivals; 0 if it awaits none
         awaited = self._awaited[task].get(actor, 0)
         for part in parts:
             self._missing_starters[task][part] -= 1
@@ -424,7 +426,7 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
     fixed: set[int] = set()
     while queue:
         speed, link, number, version = heapq.heappop(queue)
-        if speed >= 1.0:
+        if speed >= 1.0:  # no link slows the others
             break
         if number in fixed:
             continue

@@ -377,6 +377,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
     is_v = layout.schedule in ("zb-v", "dualpipev")
     is_sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)]
     is_sparse += [True] * layout.mtp
+    # of each run, in the order of the model, whether its blocks have an MoE layer
     blocks_of_runs = np.array_split(np.array(is_sparse), pp * runs)
 
     model = _step_model(whole, layout, blocks, count)

@@ -138,7 +138,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         limits_nothing = size == 1 or size >= grid.world or share >= 1
         if leaves_no_group or limits_nothing:
             continue
-        group = tuple(rank // size for rank in range(grid.world))
+        group = tuple(rank // size for rank in range(grid.world))  # of each rank
         sized_levels.append((size, LinkLevel(name=link.name, group=group, share=share)))
     sized_levels.sort(key=lambda pair: -pair[0])
     return tuple(level for _, level in sized_levels)

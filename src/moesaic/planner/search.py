@@ -468,6 +468,7 @@ class _Search:
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
         """Yield the plans with which every layout is tried first."""
         space = self.settings.space
+        # the first value of each choice
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with
         # multicast, which has no algorithm in `ALL_TO_ALLS` that could say so.
@@ -752,7 +753,8 @@ class _Search:
     def _flying(self, ranking: Sequence[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield the best plans, with their chunks and without, with two micro-batches in flight,
         where that is faster and fits."""
-        recomputes = self.job.model.checkpoint_activations  # which takes no turns
+        # recomputed blocks do not take turns with those of another micro-batch
+        recomputes = self.job.model.checkpoint_activations
         if not self.settings.may_fly or self.split.pp > 1 or recomputes:
             return
         choices: list[tuple[Grid, Plan, JobSplit]] = []  # what is tried in flight

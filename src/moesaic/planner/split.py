@@ -330,7 +330,10 @@ class SplitCostModel:
         per_node = self.cluster.devices_per_node
         stage = part % self.split.pp
         next_stage = (stage + 1) % self.split.pp
-        is_same_node = stage * ranks // per_node == next_stage * ranks // per_node
+        # the nodes of the first ranks of both stages
+        node = stage * ranks // per_node
+        next_node = next_stage * ranks // per_node
+        is_same_node = node == next_node
         # values of `Link.carries` of the links between the two parts
         carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
 

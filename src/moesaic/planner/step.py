@@ -1411,6 +1411,7 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
     by_rings = reduce_seconds(cluster, grid, num_bytes, stride=1, ranks=ranks)
     per_node = grid.ranks_per_node or grid.world
     has_switch = any(link.adds for link in cluster.links)
+    # it sums for more than two devices of one node
     if not has_switch or not 2 < ranks <= per_node or num_bytes == 0:
         return by_rings
     devices = np.arange(per_node)
