@@ -85,7 +85,7 @@ def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
     known = measured_operations(simulator.cluster.collectives, grid, layer.dtype)
     if known is None:
         known = operations(simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor)
-    return CHOICES[corrected(known, layer, grid.tp, grid.etp)]
+    return CHOICES[corrected(known, layer, m=grid.tp, s=grid.etp)]
 
 
 def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> Operations | None:
@@ -102,6 +102,7 @@ def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> O
     tp_span = _span(grid, ("tp",))
     names = (f"all_to_all {expert_span}", f"all_gather {tp_span}", f"saa {expert_span}")
     known = {line.what: line for line in collectives}
+    # tp must be the ranks of whole nodes
     if tp_span != "inside" or any(name not in known for name in names):
         return None
 
@@ -187,20 +188,24 @@ def _operation_seconds(simulator: Simulator, grid: Grid, layer: Workload) -> dic
     volumes = simulator.volumes(s1.forward, layer, s1.grid)
     slots = {slot.name: slot for slot in s1.forward.slots}
     seconds_of = {"all_to_all": 0.0, "gather": 0.0}
+    # S1: the sum of its movements, each as if nothing else used the links
     for task in s1.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, *_ = task.of or task.reads  # `of`: the slots of the movement that a hop is part of
+        # the slot that the rows come from; a hop has it in `of`, which names the slots of the
+        # all-to-all that it is a step of
+        source, *_ = task.of or task.reads
         kind = slots[source].kind
         if kind is Kind.LANE or kind is Kind.INDEX:
             continue  # routing weights and positions of tokens, which Parm does not count
-        seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
+        movements = volumes.movements(task, slots, codec="")  # rows are sent as they are
+        seconds = sum(moved.load.alone for moved in movements)
         if kind is Kind.TOKENS:  # at the end of S1, over tp
             seconds_of["gather"] += seconds
         elif task.stage is Stage.COMBINE:  # the second of two equal all-to-alls
             seconds_of["all_to_all"] += seconds
 
-    # from the first start to the last end of what S2 moves to combine results
+    # S2: from the first start to the last end of what it moves to combine results
     run = simulator.run(s2.forward, layer, s2.grid)
     combining = [
         span

@@ -102,7 +102,7 @@ def speed_of(
 
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     """Return the floating-point operations of a training step per token, forward and backward."""
-    step = job.step_model(cluster, 1)
+    step = job.step_model(cluster, dp=1)
     _, active_parameters = job.parameters(cluster)
     # an embedding of its own is looked up, not multiplied
     embedding = 0 if job.model.tied else step.vocab * step.layer.dim

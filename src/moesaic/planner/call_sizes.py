@@ -142,6 +142,7 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     sides of it.
     """
     node_copies = workload.copies / nodes
+    # the mean number of nodes that a token visits, if it is known
     known_visits = dict(workload.visits).get(nodes)
     if known_visits is not None:
         return min(workload.tokens * known_visits / nodes, node_copies)
@@ -151,9 +152,10 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
 
     # the share of tokens none of whose experts, drawn one after the other, is on the node
     missed_share = 0.0
-    for probability, on_node in groups:
+    for probability, on_node in groups:  # experts of the token's groups that are on the node
         missed_probability = probability
         for drawn in range(workload.top_k):
+            # `reachable`: all experts of the groups that a token uses
             elsewhere = max(workload.reachable - on_node - drawn, 0)
             missed_probability *= elsewhere / (workload.reachable - drawn)
         missed_share += missed_probability
@@ -164,6 +166,7 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     # tokens with copies on both sides of a cut visit the node once more
     cut_share = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks)
     visits = workload.tokens * (1 - missed_share + cut_share)
+    # at most one visit for each copy, and one per chunk for each token
     return min(visits, node_copies, visiting_tokens * chunks)
 
 
@@ -223,9 +226,10 @@ def _groups_met(
     """
     if workload.groups == 1:
         return [(1.0, experts_per_node)]
-    if experts_per_node < group_size:
+    if experts_per_node < group_size:  # all of them are in one group, which a token uses or not
         probability = workload.top_groups / workload.groups
         return [(probability, experts_per_node), (1 - probability, 0)]
+    # whole groups: hypergeometric in the groups of the node that a token uses
     groups_per_node = experts_per_node // group_size
     other_groups = workload.groups - groups_per_node
     ways = comb(workload.groups, workload.top_groups)
@@ -256,7 +260,7 @@ def _node_tokens(
     even_copies = workload.copies / num_sharers / nodes
     if even_copies:
         tokens = workload.tokens / num_sharers
-        even_visits = node_tokens_per_node(workload, nodes, 1) / num_sharers
+        even_visits = node_tokens_per_node(workload, nodes, chunks=1) / num_sharers
         even_chunk_visits = node_tokens_per_node(workload, nodes, chunks) / num_sharers
         # A token misses a node with the probability under even routing, to the power of the node's
         # load over its even load. Chunks add visits as they do under even routing.

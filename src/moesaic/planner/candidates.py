@@ -167,6 +167,7 @@ class SearchSpace:
         """
         gathered = self.gather_weights
         if gathered is None:
+            # 0, and the divisors of etp below etp
             gathered = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
         peer_groups = self.peer_groups
         if self.node_groups:

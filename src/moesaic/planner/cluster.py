@@ -110,7 +110,8 @@ class Link:
         check_curve(f"{where}: ", "users", "users_share", self)
 
     def rate(self, unit: int) -> float:
-        """Return the rate of link `unit` of this level, bytes per second in each direction."""
+        """Return the rate of the link numbered `unit` of this level, bytes per second in each
+        direction; `gbps` is repeated along the links."""
         return self.gbps[unit % len(self.gbps)] * 1e9 / 8
 
     def slowest(self, nodes: int) -> float:
@@ -227,6 +228,7 @@ class ScoreShares:
         points = list(zip(self.heads, shares))
         for (low, low_share), (high, high_share) in pairwise(points):
             if 0 < head_dim < high:
+                # 0 below the first width
                 above_low = max(head_dim - low, 0)
                 return float(low_share + (high_share - low_share) * above_low / (high - low))
         return float(shares[-1])
@@ -475,7 +477,7 @@ class ClusterSpec:
         per_node = self.devices_per_node
         nodes = math.ceil(count / per_node)
         used = count // max(nodes, 1)  # devices of each node
-        host = self.devices_per_host or per_node
+        host = self.devices_per_host or per_node  # 0: a node is one host
         is_uneven = used * nodes != count or used % host != 0
         if count < 1 or (nodes > 1 and is_uneven):
             near = max(count // per_node, 1) * per_node
@@ -487,7 +489,8 @@ class ClusterSpec:
         speeds = self.speeds[:count] if speeds_are_of_cluster else self.speeds[:used]
         links = self.links
         if used < per_node:
-            # In part of a node, fewer devices are behind a link, and some direct links lose an end.
+            # In part of a node, fewer devices are behind a link, the links of a node (and their
+            # rates) are fewer, and some direct links lose an end.
             links = tuple(
                 replace(
                     link,
@@ -530,16 +533,18 @@ class ClusterSpec:
             )
 
         def faster(link: Link) -> Link:
-            """Return a link with its rates multiplied; one that reaches several nodes by the
-            largest of their factors."""
+            """Return a level of links with their rates multiplied; one that reaches several nodes
+            by the largest of their factors."""
             if link.carries not in (carries, "all"):
                 return link
             if len(set(factors)) == 1:
                 return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
             gbps = []
-            for unit, nodes in enumerate(self._nodes_of(link)):
+            for number, nodes in enumerate(self._nodes_of(link)):
                 factor = max(factors[node] for node in nodes)
-                gbps.append(factor * link.gbps[unit % len(link.gbps)])
+                # `gbps` has one rate for all links of the level, or is repeated along them
+                usual = link.gbps[number % len(link.gbps)]
+                gbps.append(factor * usual)
             return replace(link, gbps=tuple(gbps))
 
         peers = tuple(
@@ -570,7 +575,7 @@ class ClusterSpec:
                 f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: "
                 "choose a divisor or a multiple"
             )
-        count = math.ceil(self.world / link.devices)
+        count = math.ceil(self.world / link.devices)  # links of this level in the cluster
         links_per_node = max(per_node // link.devices, 1)
         if len(link.gbps) not in (1, count, links_per_node):
             raise InputError(
@@ -659,7 +664,7 @@ def _cluster_of_cards(name: str, cards: re.Match[str], nodes: int | None) -> Clu
     """
     machines, num_cards, card, port = cards.groups()
     machine = replace(read_cluster(f"8x{card}-pcie").of_devices(int(num_cards)), name=name)
-    port_gbps = ETHERNET_SHARE * int(port or 100)
+    port_gbps = ETHERNET_SHARE * int(port or 100)  # names that end in -pcie give no port
     links = []
     for link in machine.links:
         is_port = link.carries == "outside"

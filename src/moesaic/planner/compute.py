@@ -88,7 +88,10 @@ class DeviceRates:
             matrices: matrices per expert.
             element_bytes: bytes of an activation.
         """
+        # the row and the last result once each; the first products' results (matrices - 1) and that
+        # of the activation, both written and read
         bytes_per_row = (2 * dim + 2 * matrices * units) * element_bytes
+        # what products read: the row, and the activation's result
         cast_bytes_per_row = self.cast_bytes * (dim + units)
         moved_per_row = self.activation_traffic * bytes_per_row + cast_bytes_per_row
         return rows * (moved_per_row / self.memory)
@@ -132,7 +135,7 @@ def router_seconds(
     """
     device = spec.device
     slowest = min(spec.speeds, default=1.0)
-    dtype = "fp32" if device.tflops.fp32 else "bf16"
+    dtype = "fp32" if device.tflops.fp32 else "bf16"  # 0: the rate of float32 is unknown
     product = 2.0 * tokens * dim * num_experts / (device.flops(dtype) * slowest)
     cast = tokens * dim * (element_bytes + 4) / (device.memory_gigabytes_per_second * 1e9 * slowest)
     small_kernels = device.router_us * 1e-6
@@ -160,7 +163,7 @@ def compute_seconds(
         return _experts(task, slots, volumes, rates)
     read = _bytes(task.reads, slots, volumes)
     written = _bytes(task.writes, slots, volumes)
-    # `of` of a move: a kernel sends rows as they lie
+    # a move has `of` if a kernel sends its rows as they lie
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
     # a hop's messages are packed and unpacked by other tasks; power 0 multiplies by 1
@@ -229,8 +232,10 @@ def frozen_seconds(
         # Values that adapters read and write per row: of its width, and of each hidden unit.
         # Forward moves each value of a product's input once and of its result 4 times, backward 6
         # and 3 times. The width is that of the first products' input and of the last one's result.
-        row_values = 9 * layer.dim if is_backward else 5 * layer.dim
-        unit_values = 3 * layer.matrices + 3 if is_backward else 4 * layer.matrices - 3
+        input_times, result_times = (6, 3) if is_backward else (1, 4)
+        row_values = (input_times + result_times) * layer.dim
+        # results of the first products, and the input of the last one
+        unit_values = result_times * (layer.matrices - 1) + input_times
         values_per_row = row_values + unit_values * units
         moved_bytes = moved_bytes + rows * values_per_row * layer.element_bytes
     seconds: np.ndarray = moved_bytes / rates.memory

@@ -133,7 +133,7 @@ def _fields_of(given: list[Given]) -> dict[str, Any]:
     for flag in given:
         if flag.name not in known:
             continue
-        field, make = known[flag.name]
+        field, make = known[flag.name]  # `make` says how words become a value (`MEGATRON`)
         if not isinstance(make, Alone):
             values[field] = _flag_value(flag, make)
             continue
@@ -277,7 +277,7 @@ def _given(words: list[str]) -> list[Given]:
             given.append(Given(word, name, []))
         elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not is_after_flag):
             given.append(Given(word, word, []))
-        elif given:
+        elif given:  # a value of the last flag; words before all flags are left out
             given[-1].values.append(word)
     return given
 
@@ -328,6 +328,7 @@ def _has_dense_layers(job: Job, layers: str) -> bool:
     found = {"0": 0, "1": 0}
     for kind, count in LAYERS.findall(layers):
         found[kind] += int(count or 1)
+    # nothing but parts of a list, and what joins them
     is_list = not LAYERS.sub("", layers).strip("()+ ")
     dense = job.dense_layers
     return is_list and found == {"0": dense, "1": job.model.num_layers - dense}
@@ -370,14 +371,19 @@ def unread_flags(flags: str, job: Job) -> list[str]:
 def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
     """Return whether a flag may matter and no prediction reads it; `known` are names of flags that
     are read or harmless."""
+    # a list of layers in place of a number: matters unless it is that of the job
     if flag.name == "moe-layer-freq" and not flag.value.isdecimal():
         return not _has_dense_layers(job, flag.value)
+    # a size: matters unless it is a number that fits the job
     if flag.name in FITTING:
         return not (flag.value.isdecimal() and FITTING[flag.name](job, int(flag.value)))
+    # a size that `unread_flags` compares with the job's if it is a number
     if flag.name in SIZES:
         return not flag.value.isdecimal()
+    # assumed to be on: matters only if its value switches it off
     if flag.name in ASSUMED.split():
         return flag.value.lower() in NEGATIVE
+    # any other flag: matters unless it is read, or harmless, at least with this value
     return flag.name not in known and flag.value not in HARMLESS_VALUES.get(flag.name, ())
 
 
@@ -394,16 +400,16 @@ def _flag_value(given: Given, make: Any) -> Any:
     `MEGATRON`."""
     flag = given.word
     value = given.value
-    if make is list:
+    if make is list:  # several words
         if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
         return tuple(given.values)
     _check_single(given, 1)
-    if isinstance(make, dict):
+    if isinstance(make, dict):  # a table of words
         if value not in make:
             raise InputError(f"--flags: {flag}={value!r}: choose one of {', '.join(make)}")
         return make[value]
-    try:
+    try:  # a function, which is `int`
         return make(value)
     except ValueError as error:
         raise InputError(f"--flags: {flag} needs a whole number, got {value!r}") from error
@@ -454,6 +460,7 @@ class System:
         of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
+        # offered with a number of runs per rank, so one schedule may be offered several times
         schedules = dict.fromkeys(schedule for schedule, _ in self.offers.schedules)
         supported: dict[str, tuple[Any, ...]] = {
             "schedule": tuple(schedules),
@@ -461,7 +468,7 @@ class System:
         }
         if not self.any_parts:
             supported["recompute"] = self.offers.recompute
-        for lacking, only in self.lacks:
+        for lacking, only in self.lacks:  # a field without a flag, and the only value that runs
             supported[lacking] = (only,)
         for choice, values in supported.items():
             if getattr(layout, choice) not in values:

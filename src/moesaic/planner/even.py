@@ -4,8 +4,13 @@ One actor stands for all ranks, or for the ranks with the same place in every bl
 go from one rank to another are counted by digits (`symmetry.py`). The all-to-all algorithms' own
 paths say which ranks their packets pass. The cost does not grow with the number of ranks.
 
-A piece, a flow, an origin and a home are those of `program/task.py`; a box, a pair and a digit
-those of `symmetry.py`. A block is a node, or the ranks behind a switch, and stands for all others.
+A piece is the rows that one rank (their origin) contributes for one expert, which is stored on its
+home; a flow is a kind of rows (`program/task.py`). Ranks are numbers of several digits, so that
+every axis of the mesh is a set of digits, named by their places. The pieces that a layout holds on
+a rank form a box: in its free digits the origins, or the homes, of these pieces take all values; in
+its fixed digits they have the rank's own. A class of pairs stands for all pairs of ranks with equal
+digits in the same places (`symmetry.py`). A block is a node, or the ranks behind a switch, and
+stands for all others.
 """
 
 from __future__ import annotations
@@ -158,7 +163,8 @@ class Even(AbstractVolumes):
         """Return the rows of a layout on each class of ranks."""
         digits = self._radix(layout)
         box = box_of(digits, layout)
-        # those that number the groups of a step, which `pieces_of_step` counts
+        # digits that number the groups of a step of a peer schedule; what they add is counted
+        # by `pieces_of_step`
         step_digits = steps_of(digits, layout)
         num_origins = digits.product(box.free_origin - step_digits)
         num_homes = digits.product(box.free_expert - step_digits)
@@ -166,6 +172,7 @@ class Even(AbstractVolumes):
         rows = np.full(self.num_actors, pieces * self.piece.of(layout))
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
+            # of the pairs of each rank and itself
             rows *= pieces_of_step(
                 digits,
                 step_digits,
@@ -185,13 +192,15 @@ class Even(AbstractVolumes):
 
     def shards(self, weights: Layout) -> float:
         digits = self._radix(weights)
+        # the origins of weights are the shards of an expert, of which etp are the whole one
         return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
+        # chunks are equal, so their numbers do not matter
         ends = (_any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce)
-        link = task.link if task.op is Op.HOP else ""
+        link = task.link if task.op is Op.HOP else ""  # the all-to-all that a hop is a step of
         key = (source.kind, *ends, codec, link, task.hop)
         if key not in self._movements:
 
@@ -300,7 +309,8 @@ class Even(AbstractVolumes):
         pairs, rows = self._pair_rows(digits, move)
         ranks = np.arange(self.topology.block)
         to_itself = Pairs(ranks, ranks, np.ones(len(ranks)))
-        # as of a sum, for which a rank takes the rows that it holds too
+        # the rows that stay where they are: those that a rank "exchanges" with itself in a movement
+        # that sums, which does not leave out the rows that the target holds
         stay = _exchange(digits, replace(move, reduce=True), to_itself)
         staying_rows = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
         group = digits.axes(move.group)
@@ -362,6 +372,7 @@ class Even(AbstractVolumes):
         nodes_per_group = link.nodes_per_group(nodes)
         if nodes_per_group <= 1:
             return digits
+        # distance between neighbouring nodes, which differ in the lowest digit outside a node
         node_stride = int(digits.strides[min(outside_node)])
         return self._radix(move.source, [node_stride * nodes_per_group])
 
@@ -384,6 +395,7 @@ class Even(AbstractVolumes):
         block = self.topology.block
         source_places = source % block
         target_places = target % block
+        # sends and receives of each rank of the block
         posts = np.bincount(source_places, messages, block) + np.bincount(
             target_places, messages, block
         )
@@ -413,12 +425,14 @@ class Even(AbstractVolumes):
         if layout.step is not None:
             _, num_groups = layout.step
             ep_stride = self.grid.etp if self.grid.innermost == "etp" else 1
+            # ranks of one of the groups into which a step divides ep
             lengths.add(ep_stride * (self.grid.ep // num_groups))
         return self._digits(self.grid, frozenset(lengths), self.topology.block)
 
 
 def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
-    """Return which of some pairs of ranks exchange rows in a movement."""
+    """Return which of some pairs of ranks exchange rows in a movement; `before` and `after` are the
+    pieces that source and target hold."""
     step_digits = steps_of(digits, move.source)
     before = box_of(digits, move.source)
     after = box_of(digits, move.target)
@@ -437,7 +451,7 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
         for digit in digit_set - step_digits:
             if digit in free_before and digit in free_after:
                 factors.append(int(digits.sizes[digit]))
-            elif digit not in free_before and digit not in free_after:
+            elif digit not in free_before and digit not in free_after:  # fixed on both
                 sent &= equal[:, digit]
     # the pieces of each pair as far as they depend on the digits of ep that number the groups
     steps: np.ndarray | None = None
@@ -457,6 +471,7 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
     if not move.reduce:
         # rows are not sent to ranks that hold them, and the first of those that hold them sends
         holds_same = equal[:, sorted(before.fixed)].all(axis=1)
+        # digits in which the ranks that hold the same rows differ; the first has 0 in all
         unfixed = digits.axes(move.group) - before.fixed
         is_first = (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
         sent &= ~holds_same
@@ -519,7 +534,8 @@ class EvenLayers(AbstractEvenLayers):
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         """Return the volumes of a program under even routing, the same object for equal
         arguments."""
-        apart = any(slot.layout.step is not None for slot in program.slots)  # as in `Even`
+        # steps of a peer schedule distinguish the ranks of a block
+        apart = any(slot.layout.step is not None for slot in program.slots)
         chunks = chunks_of(program)
         redundant = program.is_redundant
         key = (grid, workload, chunks, redundant, apart)
@@ -553,7 +569,7 @@ class EvenLayers(AbstractEvenLayers):
 def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> PieceRows:
     """Return the rows of a piece under even routing; `redundant`: the ranks of a tensor-parallel
     group each send all of its tokens."""
-    sharers = 1 if redundant else grid.tp
+    sharers = 1 if redundant else grid.tp  # ranks that divide a group's tokens
     # of one replica of the experts
     nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
     return PieceRows(

@@ -59,7 +59,7 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
 
     Args:
         program: in the order of issue.
-        host_runs_compute: as in `lay_out`.
+        host_runs_compute: whether the issuing thread also computes, as in `lay_out`.
         has_lanes: whether a lane runs its movements one after the other.
     """
     tasks = program.tasks
@@ -72,8 +72,9 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
     """By lane, the node that runs its last task so far."""
     thread_is_free: int | None = None
     """The node after which the thread issues the next task."""
-    for issue, task in enumerate(tasks):
+    for issue, task in enumerate(tasks):  # node `issue` issues the task, and node `run` runs it
         run = count + issue
+        # the nodes that write what the task reads; inputs of the program have none
         written = {writer[name] for name in task.reads if name in writer}
         # whether the issuing thread itself runs the task, and issues no other meanwhile
         on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
@@ -106,7 +107,8 @@ class _Flow:
     waiting: tuple[int, ...]
     """As in `Movement`."""
     use: Mapping[int, Use]
-    """By link, the part of it that the movement uses at speed 1."""
+    """By link, the movement's demand for it: the part of the link that it uses at speed 1, and the
+    number of messages that share this part."""
     left: float
     """Seconds at speed 1 that remained at `since`."""
     since: float = 0.0
@@ -138,6 +140,7 @@ class _Links:
         """Remove a movement from its links."""
         for link, want in use.items():
             self.on[link].discard(number)
+            # an empty link has exactly 0, whatever was rounded before
             self.demand[link] = self.demand[link] - want.part if self.on[link] else 0.0
 
     def neighbours(
@@ -154,6 +157,7 @@ class _Links:
             """Return the oversubscribed links of a movement."""
             return [link for link in flows[number].use if self.demand[link] > FULL]
 
+        # from oversubscribed link to oversubscribed link, over the movements on them
         links = [link for number in touched for link in full_links(number)]
         seen = set(links)
         contending: set[int] = set()
@@ -203,6 +207,7 @@ class Events:
                 for actor in movement.starters:
                     self._parts_started[task].setdefault(actor, []).append(part)
                 for actor in movement.waiting:
+                    # the part, in addition to 1 for the actor itself
                     awaited[actor] = awaited.get(actor, 1) + 1
         self._missing_starters = [
             [len(movement.starters) for movement in parts] for parts in movements
@@ -280,6 +285,7 @@ class Events:
             return
         self.starts[task, actor] = now
         parts = self._parts_started[task].get(actor, ())
+        # events that must come before the task ends, this start and arrivals; 0 if it awaits none
         awaited = self._awaited[task].get(actor, 0)
         for part in parts:
             self._missing_starters[task][part] -= 1
@@ -397,8 +403,8 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
     Args:
         uses: demand of each movement, by link; the part of its slowest link is 1.
     """
-    users: dict[int, list[int]] = {}
-    demand: dict[int, float] = {}
+    users: dict[int, list[int]] = {}  # by link, the movements that use it
+    demand: dict[int, float] = {}  # by link, the sum of their parts
     for number, use in enumerate(uses):
         for link, want in use.items():
             users.setdefault(link, []).append(number)
@@ -420,7 +426,7 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
     fixed: set[int] = set()
     while queue:
         speed, link, number, version = heapq.heappop(queue)
-        if speed >= 1.0:
+        if speed >= 1.0:  # no link slows the others
             break
         if number in fixed:
             continue
@@ -492,12 +498,13 @@ def _fill_up(
         contested_links: oversubscribed links of each movement.
         settled: speed of each movement so far; is changed.
     """
-    spare: dict[int, float] = {}
+    spare: dict[int, float] = {}  # by link, the part of it that is left
     for number, links_used in enumerate(contested_links):
         for link in links_used:
             spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
     for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
         use = uses[number]
+        # by how much each link lets the movement's speed grow
         rooms = [spare[link] / use[link].part for link in contested_links[number]]
         more = min(1.0 - settled[number], min(rooms, default=1.0))
         if more > 0:

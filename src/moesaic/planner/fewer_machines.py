@@ -14,7 +14,8 @@ MOST_RANKS = 16
 def fewer_machines(
     machines: int, ranks: int, seconds: float, best_of: Callable[[int], PlannedStep]
 ) -> str | None:
-    """Return a line about the fewest machines that are as fast as all; None if all are needed.
+    """Return a line about the fewest machines that are as fast as all; None if all are needed, or
+    if there are too many ranks to ask (`MOST_RANKS`).
 
     Args:
         machines: how many there are.

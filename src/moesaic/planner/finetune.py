@@ -261,7 +261,7 @@ def _predicted(
     machine = cluster or unnamed(ranks)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
-    num_stages, count = stages
+    num_stages, count = stages  # count: micro-batches of a rank
     if num_stages == 1:
         whole = StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine))
         parts = _memory(whole, job)
@@ -369,9 +369,10 @@ def layer_splits(
         if ranks % stages or stages > job.model.num_layers or _is_uneven(job, sharing):
             continue
         name = "layers, micro-batches" if sharing == 1 else f"{stages} stages of {sharing} ranks"
+        # a rank's micro-batches, so that a step has as many sequences as with experts spread
         count = stages * job.accumulation
         splits[name] = _of_stages(job, cluster, (stages, count), memory_bytes)
-    if "layers, micro-batches" in splits:
+    if "layers, micro-batches" in splits:  # the same stages, with a single micro-batch
         one_by_one = _of_stages(job, cluster, (ranks, 1), memory_bytes)
         splits["layers, one rank at a time"] = replace(one_by_one, stages=None)
     return splits
@@ -449,12 +450,12 @@ def stage_parts(
         # activations, which are the inputs of the first block, and gradients. An output stays until
         # it is backward's turn, and one more while it is sent.
         kept_messages = stage.alive
-        if not is_first:
+        if not is_first:  # receives activations
             kept_messages += count
             parts["blocks' inputs"] -= stage.alive * message_bytes
-        if not is_last:
+        if not is_last:  # receives gradients
             kept_messages += count
-        if not (is_first or is_last):
+        if not (is_first or is_last):  # the output that is being sent
             kept_messages += 1
         if is_last and BLOCK in parts:
             parts[BLOCK] += 2 * message_bytes  # the last norm keeps its input in float32
@@ -500,7 +501,7 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
         logits += model.vocab * layer.dim * 2.0
         block += 4 * dense_parameters
     if job.method == "qlora-double":  # 32-bit scales of one layer exist while it runs
-        block += model.expert_parameters / expert_parts * 4 / 64
+        block += model.expert_parameters / expert_parts * 4 / 64  # 4 bytes for each 64 weights
     # only the larger one counts, since they do not exist at once
     peaks = {"logits and loss": model.outputs * logits, BLOCK: block}
     largest = max(peaks, key=lambda name: peaks[name])

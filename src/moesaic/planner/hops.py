@@ -88,10 +88,11 @@ def hop_paths(
                 return leg
         return None
 
+    # as in `HopPaths`
     ends: list[tuple[int, int]] = []
     count: list[float] = []
     message = np.full(len(pairs.source), -1, dtype=np.int64)
-    number_of: dict[tuple[int, int], int] = {}
+    number_of: dict[tuple[int, int], int] = {}  # by the ends of a message
     for pair, (source, target) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist())):
         leg = leg_of(source, target)
         if leg is None:
@@ -144,8 +145,9 @@ def _num_messages(
         # if a target with a third value is reached by another leg, each value is by its own
         values = range(base)
         other_value = next(v for v in values if v not in (source_value, target_value))
-        if leg_to(target + (other_value - target_value) * stride) != leg:
-            count *= base - 1
+        other_target = target + (other_value - target_value) * stride
+        if leg_to(other_target) != leg:
+            count *= base - 1  # all values but the source's
     return count
 
 
@@ -171,6 +173,7 @@ def _num_sharers(
         third = next((value for value in range(base) if value not in count_of_value), None)
         if third is not None:
             count_of_value[third] = base - len(count_of_value)
+        # every source so far, with each of these values as its digit
         others = [
             (offset + (value - source_value) * stride, multiplicity * count)
             for offset, multiplicity in others
@@ -238,7 +241,7 @@ class _AnyPlaces(NodeMap):
     """
 
     def __init__(self, nodes: int, size: int) -> None:
-        self.nodes = cast(Any, _Number(nodes))
+        self.nodes = cast(Any, _Number(nodes))  # only their number may be asked for
         self._group_size = size
         """Nodes in a group of neighbouring nodes."""
 
@@ -289,7 +292,7 @@ def check_regular(
         # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike_error(name) from error
     if in_steps:
-        # hops whose packets later hops forward; PACKED stands for the input
+        # hops whose packets later hops forward; PACKED, not the number of a hop, is the input
         hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
         forwards_packets = any(hop.lane is Lane.INTER for hop in hops_read)
         if link.hops_by_node or forwards_packets:
@@ -318,7 +321,8 @@ def _check_legs(
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)
         if link.hops_by_node and isinstance(leg.hop, _Node):
-            # the first hops are of one destination node each, and later ones must read all of these
+            # the first `nodes` hops are of one destination node each, and must be equal; each later
+            # one must read all of these
             are_equal = len(set(hops[:nodes])) == 1
             all_are_read = all(set(range(nodes)) <= set(hop.reads) for hop in hops[nodes:])
             if not (are_equal and all_are_read):

@@ -302,7 +302,7 @@ def _flattened(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name in NESTED:
         if isinstance(flat.get(name), dict):
             nested = flat.pop(name)
-            flat = {**nested, **flat}
+            flat = {**nested, **flat}  # fields outside the nested table win
     try:
         flat = _indexers_spelt_out(flat)
     except (KeyError, TypeError, ValueError) as error:
@@ -400,8 +400,9 @@ def _with_keys_of_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_dense(table: Mapping[str, Any], source: str) -> None:
     """Raise InputError if a configuration has the sizes of a model, and no experts."""
-    if str(table.get("model_type")) in UNREADABLE:
+    if str(table.get("model_type")) in UNREADABLE:  # `_refuse_unread` says why
         return
+    # not the sizes of a model: `_sizes` says what is missing
     if not all(_has(table, size) for size in ("dim", "num_layers", "num_heads")):
         return
     if not _has(table, "num_experts"):
@@ -428,6 +429,7 @@ def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
     read = READ.union(LOW_RANKS, QUERY_RANK) if table.get("kv_lora_rank") else READ
     unread = []
     for name, value in table.items():
+        # 0, false, null and empty values, and fractions, are no sizes
         if name in read or not value or isinstance(value, float):
             continue
         if HARMLESS.fullmatch(name) or HARMLESS.fullmatch(f"{name}={value}"):
@@ -563,5 +565,6 @@ def _is_dense(block: int, table: Mapping[str, Any], sizes: Mapping[str, int]) ->
         return True
     last_sparse = sizes.get("last_sparse", -1)  # -1: there are MoE layers to the end
     is_after_last = 0 <= last_sparse < block
+    # the last one of each `every` blocks has an MoE layer, from block `first_dense` on
     every = max(sizes.get("every", 1), 1)
     return block < sizes.get("first_dense", 0) or (block + 1) % every != 0 or is_after_last

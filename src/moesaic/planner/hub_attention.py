@@ -316,6 +316,7 @@ def _over_layers(
         parameters += linear * dim * columns
     if indexed:
         heads, head_dim, top_k = needed(table, "an indexer", INDEXER)
+        # "shared": a layer that takes the keys of an earlier layer's indexer, and has none
         indexers = indexed - kinds.get("indexer_types", []).count("shared")
         # an indexer has queries of several heads, one key, and a weight of each head
         of_queries = attention.query_width * heads * head_dim
@@ -329,6 +330,7 @@ def _visible_share(window: int, seq_len: int) -> float:
     """Return how many keys of a window a query sees, over how many it sees of the whole context,
     means over queries; the first queries see fewer keys than the window has."""
     window = min(window, seq_len)
+    # the first `window` queries see half a window on average, the others a whole one
     mean_keys = window - window**2 / (2 * seq_len)
     return mean_keys / (seq_len / 2)
 

@@ -47,7 +47,7 @@ class InFlight:
 
 
 class _Place(NamedTuple):
-    """A task of the program of all calls."""
+    """A task of the program of all calls, or what lies before a call."""
 
     micro_batch: int
     layer: int
@@ -78,7 +78,7 @@ def in_flight(
         places = list(_taking_turns(program, num_layers))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
         events = events_of(cluster, both, _costs_of(costs, places, between))
-        # starts and ends are (tasks, ranks)
+        # `starts` and `ends` are (tasks, ranks); tasks are in the order of `places`
         last_rank = int(events.ends.max(axis=0).argmax())
         turns = []
         for number, place in enumerate(places):
@@ -98,6 +98,7 @@ def in_flight(
     first_layers = run(min(layers, FEW))
     if layers <= FEW:
         return first_layers
+    # mean of the simulated layers after the first
     seconds_per_layer = (first_layers.seconds - run(1).seconds) / (FEW - 1)
     seconds = first_layers.seconds + (layers - FEW) * seconds_per_layer
     return replace(first_layers, seconds=seconds)

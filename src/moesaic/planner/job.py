@@ -135,7 +135,7 @@ class Job:
         Args:
             cluster: any cluster that can train the model; it changes neither.
         """
-        step = self.step_model(cluster, 1)
+        step = self.step_model(cluster, dp=1)
         layer = step.layer
         shared = step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
         around = step.dense_parameters + shared

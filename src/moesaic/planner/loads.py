@@ -209,6 +209,7 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
         merged = np.repeat(counts, groups // num_groups, axis=0)
     else:
         merged = np.tile(counts.sum(axis=0), (groups, 1))
+    # groups without copies get the mean shares too
     is_empty = merged.sum(axis=1) == 0
     merged[is_empty] = counts.sum(axis=0)
     # round the sums over the first experts, so that each row sums to all copies

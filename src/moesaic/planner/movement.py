@@ -137,7 +137,7 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
         rows: rows of the message; fractions are expected values.
         layer: gives the sizes of rows, weights and products.
     """
-    if slot.kind is Kind.LANE:
+    if slot.kind is Kind.LANE:  # routing weights, in float32
         return rows * 4
     if slot.kind is Kind.INDEX:
         return rows * INDEX_BYTES
@@ -205,7 +205,8 @@ def connected_components(
     """
     if not len(source):
         return []
-    # the smallest actor known to be connected with each; halve the paths until nothing changes
+    # By actor, the smallest one known to be connected with it. Each takes that of its neighbours if
+    # it is smaller, and then that of this one, until nothing changes.
     smallest = np.arange(num_actors)
     before = np.arange(0)
     while not np.array_equal(smallest, before):
@@ -285,7 +286,7 @@ class Counted(AbstractVolumes):
         """Return the movements of a move or hop: one per connected set of ranks, or one per message
         that is eager."""
         source, move = ends_of(task, slots)
-        link = task.link if task.op is Op.HOP else ""
+        link = task.link if task.op is Op.HOP else ""  # the all-to-all that a hop is a step of
         key = (source.kind, move, codec, link, task.hop)
         if key not in self._movements:
             moved = self.sizes.moved(move)

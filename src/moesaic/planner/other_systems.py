@@ -214,7 +214,7 @@ class _Ranks:
         launches: tuple[float, float] = LAUNCHES,
     ) -> None:
         cluster = simulator.cluster
-        count = _micro_batches(job, cluster, layout)
+        count = _micro_batches(job, cluster, layout)  # per step
         ranks_per_stage = cluster.world // layout.pp
         self.layout = layout
         self.grid = Grid(
@@ -224,7 +224,7 @@ class _Ranks:
             etp=layout.etp,
             ranks_per_node=min(cluster.devices_per_node, ranks_per_stage),
         )
-        groups = ranks_per_stage // (layout.tp * layout.cp)
+        groups = ranks_per_stage // (layout.tp * layout.cp)  # data-parallel ones
         whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
         whole = replace(whole, launches=launches)
         self.ranks = [
@@ -377,6 +377,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
     is_v = layout.schedule in ("zb-v", "dualpipev")
     is_sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)]
     is_sparse += [True] * layout.mtp
+    # of each run, in the order of the model, whether its blocks have an MoE layer
     blocks_of_runs = np.array_split(np.array(is_sparse), pp * runs)
 
     model = _step_model(whole, layout, blocks, count)
@@ -551,6 +552,7 @@ def best_layout(
 
     best_starts: dict[int, Tried] = {}  # by the number of stages
     for layout in _starts(job, cluster, offers, stages):
+        # blocks are recomputed only if the layout does not get better without that
         for recompute in ((), ("block",)):
             found = improved(replace(layout, recompute=recompute), best_starts.get(layout.pp))
             if found is not None:
@@ -592,6 +594,7 @@ def without_what_we_lack(job: Job, cluster: ClusterSpec, layout: OthersLayout) -
     seconds = predict(job, cluster, layout).seconds
     times_as_fast = {}
     for name, field, value, applies in WE_LACK:
+        # the layout with the value that does without that thing
         without = replace(layout, **{field: value})
         if applies(layout) and without != layout:
             times_as_fast[name] = predict(job, cluster, without).seconds / seconds
@@ -608,6 +611,7 @@ def _starts(
     stage_counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
     sequence_parts = [1]
     if model.seq_len >= LONG:
+        # each rank keeps at least a quarter of LONG tokens
         sequence_parts += [part for part in (2, 4, 8) if 4 * model.seq_len // part >= LONG]
     for pp, cp, tp in itertools.product(stage_counts, sequence_parts, (1, 2, 4, 8)):
         if cluster.world % (pp * cp * tp):

@@ -56,7 +56,7 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         next_micro_batch = [0] * parts
         found = []
         for number in range(total):
-            local = number // per_round % parts
+            local = number // per_round % parts  # the part's index among those of the rank
             if is_backward:
                 local = parts - 1 - local
             found.append(Pass(local * pp + rank, next_micro_batch[local], is_backward))
@@ -81,11 +81,11 @@ class _Operation(NamedTuple):
     rank: int
     operation: Pass
     waits_for: int
-    """Place of the operation whose message it needs; -1 if it needs none."""
+    """Index, among all operations, of the one whose message it needs; -1 if it needs none."""
     way: int
-    """The way between two parts on which it sends its result."""
+    """Number of the way on which it sends its result: 2 * part ahead, 2 * part + 1 back."""
     hop: int
-    """The lower part of that way; -1 if it sends nothing."""
+    """The lower of the two parts that the way joins; -1 if it sends nothing."""
 
 
 class Span(NamedTuple):
@@ -148,10 +148,12 @@ def simulate_pipeline(
 
     if count <= MOST_MICRO_BATCHES:
         return timed(count)
-    few = max(MOST_MICRO_BATCHES // 2 // pp, 1) * pp  # schedules take whole rounds of stages
+    # simulate `few` micro-batches and twice as many, which are at most `MOST_MICRO_BATCHES` or two
+    # for each stage; `few` is a multiple of pp, since schedules take whole rounds of stages
+    few = max(MOST_MICRO_BATCHES // 2 // pp, 1) * pp
     short = timed(few)
     long = timed(2 * few)
-    more = (count - 2 * few) / few
+    more = (count - 2 * few) / few  # how many times `few` the rest is: each adds long - short
     busy = [late + more * (late - early) for early, late in zip(short.busy, long.busy)]
     return Timed(
         seconds=long.seconds + more * (long.seconds - short.seconds),
@@ -177,12 +179,13 @@ def _timed(
     operations, alive = _schedule(pp, parts=len(forward) // pp, count=count)
     rank_free = [0.0] * pp
     busy = [0.0] * pp
-    way_free = [0.0] * (2 * len(forward))  # of each part ahead, and back
-    # when the message of each operation arrives; the last stays 0, for `waits_for` of -1
+    way_free = [0.0] * (2 * len(forward))  # by way: of each part ahead, and back
+    # when the message of each operation arrives; one more entry stays 0 and is that of index -1,
+    # for operations that wait for none
     arrival = [0.0] * (len(operations) + 1)
     starts: list[float] = []
     ends: list[float] = []
-    for place, (rank, (part, _, is_backward), waits_for, way, hop) in enumerate(operations):
+    for index, (rank, (part, _, is_backward), waits_for, way, hop) in enumerate(operations):
         seconds = backward[part] if is_backward else forward[part]
         start = max(rank_free[rank], arrival[waits_for])
         end = start + seconds
@@ -190,11 +193,11 @@ def _timed(
         busy[rank] += seconds
         starts.append(start)
         ends.append(end)
-        if hop >= 0:
-            arrival[place] = max(end, way_free[way]) + hops[hop]
-            way_free[way] = arrival[place]
+        if hop >= 0:  # it sends its result
+            arrival[index] = max(end, way_free[way]) + hops[hop]
+            way_free[way] = arrival[index]
             if blocks_sender:
-                rank_free[rank] = arrival[place]
+                rank_free[rank] = arrival[index]
     return Timed(
         seconds=max(rank_free),
         busy=tuple(busy),
@@ -214,46 +217,48 @@ def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], 
     """
     orders = [order_of(rank, pp, parts, count) for rank in range(pp)]
     last_part = pp * parts - 1
-    sender: dict[Pass, int] = {}
-    """By operation, the place of the one that sends its input."""
-    places = [0] * pp
-    """Of each rank's next operation in its order."""
     operations: list[_Operation] = []
+    sent_by: dict[Pass, int] = {}
+    """By operation, the index in `operations` of the one that sends its input."""
+    next_of_rank = [0] * pp
+    """Index of each rank's next operation in its order."""
 
     def advance(rank: int) -> bool:
         """Append a rank's next operation if its input has been sent; return whether it has."""
-        each = orders[rank][places[rank]]
+        each = orders[rank][next_of_rank[rank]]
         first_part = last_part if each.is_backward else 0
-        waits_for = -1
+        waits_for = -1  # the first part needs no message
         if each.part != first_part:
-            if each not in sender:
+            if each not in sent_by:
                 return False
-            waits_for = sender[each]
+            waits_for = sent_by[each]
         target = each.part - 1 if each.is_backward else each.part + 1
         sends = 0 <= target <= last_part
         if sends:
-            sender[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
+            sent_by[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
+        # each part has two ways out, numbered 2 * part ahead and 2 * part + 1 back
         way = 2 * each.part + (1 if each.is_backward else 0)
+        # a hop has the number of its lower part, in both directions
         hop = min(each.part, target) if sends else -1
         operations.append(_Operation(rank, operation=each, waits_for=waits_for, way=way, hop=hop))
-        places[rank] += 1
+        next_of_rank[rank] += 1
         return True
 
-    while any(place < len(order) for place, order in zip(places, orders)):
-        before = list(places)
+    while any(index < len(order) for index, order in zip(next_of_rank, orders)):
+        before = list(next_of_rank)
         for rank in range(pp):
-            while places[rank] < len(orders[rank]) and advance(rank):
+            while next_of_rank[rank] < len(orders[rank]) and advance(rank):
                 pass
-        assert places != before, "a schedule waits for itself"
+        assert next_of_rank != before, "a schedule waits for itself"
     return tuple(operations), tuple(map(_most_alive, orders))
 
 
 def _most_alive(order: Sequence[Pass]) -> float:
-    """Return the most micro-batches whose activations a rank keeps at once, as a share of its
-    parts."""
+    """Return the most micro-batches whose activations a rank keeps at once; a micro-batch in one of
+    the rank's parts counts as 1 / parts."""
     parts = len({each.part for each in order})
     most = 0
-    alive = 0
+    alive = 0  # passed forward through a part, not yet backward
     for each in order:
         alive += -1 if each.is_backward else 1
         most = max(most, alive)

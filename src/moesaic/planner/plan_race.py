@@ -32,6 +32,7 @@ class Race:
         """By plan, the step times of each round."""
         self._drift = drift
         self._round = 0
+        """Number of the round, from 0 on."""
         self._waiting = list(plans)
         """Plans that this round still has to time."""
         self.is_void = False
@@ -47,7 +48,7 @@ class Race:
         """Return the plan to time next; None if only one plan is left."""
         if not self._waiting and len(self.left) > 1:
             self._end_round()
-        if len(self.left) > 1 and self._waiting:
+        if len(self.left) > 1 and self._waiting:  # more than one is left after the round too
             return self._waiting.pop(0)
         return None
 
@@ -70,6 +71,7 @@ class Race:
         """Return whether this round's times differ from those of the round before."""
         ratios = []
         for plan in self.left:
+            # the last two lists are of the round before and of this one
             before = median_low(self.seconds[plan][-2])
             now = median_low(self.seconds[plan][-1])
             ratios.append(now / before)
@@ -104,7 +106,9 @@ class PairedSteps:
         self.winner = winner
         self._first = first
         self._waiting = [winner, first] * PAIRS
+        """Plans that still have to be timed, in turn."""
         self.seconds: dict[int, list[float]] = {winner: [], first: []}
+        """By plan, the step times."""
 
     def next(self) -> int | None:
         """Return the plan to time next; None after the last pair."""

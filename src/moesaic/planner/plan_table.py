@@ -123,7 +123,7 @@ class PlanTable:
         self.plans = tuple(plans)
         self.settings = settings or TableSettings()
         self._predict = predict or (lambda _: [1.0] * len(self.plans))
-        self._pairs = predict is None
+        self._must_beat_first = predict is None
         """Whether the winner of a race must beat the first plan in turn; predictions that follow
         the load correct a disturbed race by themselves."""
         self.allowed = [
@@ -169,10 +169,11 @@ class PlanTable:
     def choose(self) -> int:
         """Return the number of the plan for the next step."""
         self.steps += 1
-        if self.race is None and (not self.races or self._has_drifted()):
+        if self.race is None and (not self.races or self._has_drifted()):  # a new race
             self.races += 1
             self._start_race()
         elif self.race is None and self._is_slower_than_the_first():
+            # the running plan and the first one run in turn
             assert self.running is not None
             self.race = PairedSteps(self.running, self.allowed[0])
         if self.race is None:
@@ -180,7 +181,7 @@ class PlanTable:
         else:
             if not self._trial_left:
                 self._next_trial(self.race)
-            if self.race is not None:  # it may have ended
+            if self.race is not None:  # `_next_trial` may have ended it
                 self._trial_left -= 1
                 self.explored += 1
         assert self.running is not None
@@ -231,7 +232,8 @@ class PlanTable:
         self._race_load = fmean(self._loads)
         predicted = [self._predicted(self._race_load, plan) for plan in range(len(self.plans))]
         starters = self.allowed
-        if self.races <= 1:
+        if self.races <= 1:  # the first race
+            # a plan whose step takes (1 - optimism) of its prediction must still be the best
             limit = min(predicted[plan] for plan in self.allowed) / (1 - self.settings.optimism)
             starters = [plan for plan in self.allowed if predicted[plan] <= limit]
         self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
@@ -262,7 +264,7 @@ class PlanTable:
         self.timed = race.times()
         winner = race.left[0]
         first = self.allowed[0]
-        if winner == first or not self._pairs:
+        if winner == first or not self._must_beat_first:
             self.race = None
             self._run(winner, "fastest")
             return
@@ -270,9 +272,9 @@ class PlanTable:
         self._next_trial(self.race)
 
     def _settle(self, pairs: PairedSteps) -> None:
-        """Replace what both plans of the pairs took by what they took in turn; the others' times
-        follow the change of the winner's."""
-        times = pairs.times()
+        """Replace the times of the two plans of the pairs by their times in the pairs, and multiply
+        every other plan's times by the change of the winner's; in the entries of all buckets."""
+        times = pairs.times()  # median seconds of the two plans
         change = times[pairs.winner] / self.timed[pairs.winner]
         self.timed = {plan: change * seconds for plan, seconds in self.timed.items()} | times
         for entries in self.entries.values():
@@ -286,10 +288,11 @@ class PlanTable:
         """Return whether steps now take longer than they took under the first plan when it was
         timed."""
         first = self.allowed[0]
-        if not self._pairs or len(self._recent) < RECENT or self.running == first:
+        if not self._must_beat_first or len(self._recent) < RECENT or self.running == first:
             return False
         if self.running is None or not {first, self.running} <= self.timed.keys():
             return False
+        # `_recent` are logarithms of recent step times over the time that the plan had
         now = self.timed[self.running] * math.exp(median(self._recent))
         return now > (1 + self.settings.hysteresis) * self.timed[first]
 
@@ -340,7 +343,7 @@ class PlanTable:
             str(bucket): [entry.measured for entry in entries]
             for bucket, entries in self.entries.items()
         }
-        races = self.races if self.race is None else 0
+        races = self.races if self.race is None else 0  # 0: a race begins with the next step
         return {
             "version": VERSION,
             "rows_per_bucket": self.settings.rows_per_bucket,

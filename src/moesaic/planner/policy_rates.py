@@ -64,7 +64,7 @@ def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
     target = np.tile(ranks, grid.world)
     same_node = source // topology.ranks_per_node == target // topology.ranks_per_node
     inside = same_node & (source != target)
-    usual = Rates()
+    usual = Rates()  # for messages that no two ranks of the mesh exchange
     near_gbps = usual.intra_gbps
     near_latency_us = usual.intra_latency_us
     if inside.any():
@@ -138,7 +138,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         limits_nothing = size == 1 or size >= grid.world or share >= 1
         if leaves_no_group or limits_nothing:
             continue
-        group = tuple(rank // size for rank in range(grid.world))
+        group = tuple(rank // size for rank in range(grid.world))  # of each rank
         sized_levels.append((size, LinkLevel(name=link.name, group=group, share=share)))
     sized_levels.sort(key=lambda pair: -pair[0])
     return tuple(level for _, level in sized_levels)
@@ -150,6 +150,7 @@ def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
     levels = [link for link in spec.links if link.carries in ("all", "outside")]
     if not levels:
         return ()
+    # the level with the lowest rate for each device
     narrowest = min(levels, key=lambda link: min(link.gbps) / link.devices)
     rates = narrowest.gbps
     # else they are one rate, or those of other links than one per node

@@ -104,7 +104,7 @@ class Predictor:
         """
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         described = simulator.cluster
-        job = job_of(config, "planner")
+        job = job_of(config, source="planner")
         # codecs of the configured plan, and none; each once
         codecs = tuple(dict.fromkeys((first.codec, "none")))
         backward_codecs = tuple(dict.fromkeys((first.backward_codec, "none")))
@@ -152,6 +152,7 @@ def assumed_plans(job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool
     Raises:
         InputError: if the search finds no plan.
     """
+    # values of r: the divisors of etp below etp, but not 0
     shards = tuple(r for r in range(1, grid.etp) if grid.etp % r == 0)
     space = replace(LOSSLESS, gather_weights=shards, orders=LOSSLESS.orders[:1])
     settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
@@ -224,10 +225,10 @@ def find_layouts(
     settings = Settings(
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )
-    job = job_of(config, "planner")
+    job = job_of(config, source="planner")
     ranking = search(job, simulator.cluster, settings, simulator=simulator).ranking
     best: dict[str, PlannedStep] = {}
-    for planned in ranking:
+    for planned in ranking:  # best first, so the first of a layout is its best
         best.setdefault(planned.layout, planned)
     return tuple(best.values())
 
@@ -312,7 +313,7 @@ def hot_counts(load: float, groups: int, layer: Workload) -> np.ndarray:
     experts = layer.num_experts
     even_share = math.ceil(copies / experts)
     most = min(max(layer.tokens, even_share), copies)
-    hot = min(max(round(load / groups), even_share), most)
+    hot = min(max(round(load / groups), even_share), most)  # copies of the busiest expert
     counts = np.zeros(experts, dtype=np.int64)
     counts[0] = hot
     if experts > 1:

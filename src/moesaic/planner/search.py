@@ -239,6 +239,7 @@ def search(
             refused.append(error)
     # the most promising first, since its steps rule out layouts of the others
     for each in sorted(searches, key=lambda each: each.floor):
+        # the best step of the searches so far
         each.best = min((result.best.seconds for result in results), default=math.inf)
         try:
             results.append(each.run(counts))
@@ -263,6 +264,7 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
     if fastest_larger is not None and fastest_larger.seconds >= ranking[0].seconds:
         fastest_larger = None
 
+    # results by ep are those of the search without stages
     without_stages = [result.by_ep for result in results if result.best.split.pp == 1]
     return Result(
         ranking=tuple(ranking[:keep]),
@@ -344,7 +346,7 @@ class _Search:
         ranking = self._ranking(counts)
         if not ranking:
             raise self._too_large(*self._smallest_simulated())
-        if not counts:
+        if not counts:  # other splits are tried under even routing only
             found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
             ranking = sorted(found, key=lambda step: step.seconds)
 
@@ -434,6 +436,7 @@ class _Search:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
         best = self.best
+        # the best plan of each layout, and the layout
         judged: list[tuple[SimulatedPlan, SplitCostModel]] = []
         for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
@@ -465,6 +468,7 @@ class _Search:
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
         """Yield the plans with which every layout is tried first."""
         space = self.settings.space
+        # the first value of each choice
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with
         # multicast, which has no algorithm in `ALL_TO_ALLS` that could say so.
@@ -529,9 +533,12 @@ class _Search:
         """
         grid = cost_model.grid
         avoided: set[tuple[str, Any]] = set()
+        """(name, value) of the choices that are not tried again."""
         changed = 1  # choices that the current step changes
         while changed <= choices:
+            # seconds up to which a plan with one changed choice may get a second one
             near = best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
+            # whether a choice, by its name and value, is tried: of a pair, and alone
             keep = partial(self._may_pair, grid, near, best.plan)
             if changed == 1:
                 keep = partial(_is_not_in, avoided)
@@ -746,18 +753,19 @@ class _Search:
     def _flying(self, ranking: Sequence[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield the best plans, with their chunks and without, with two micro-batches in flight,
         where that is faster and fits."""
-        recomputes = self.job.model.checkpoint_activations  # which takes no turns
+        # recomputed blocks do not take turns with those of another micro-batch
+        recomputes = self.job.model.checkpoint_activations
         if not self.settings.may_fly or self.split.pp > 1 or recomputes:
             return
-        tried: list[tuple[Grid, Plan, JobSplit]] = []
+        choices: list[tuple[Grid, Plan, JobSplit]] = []  # what is tried in flight
         for planned in ranking[: self.settings.keep]:
             for plan in (planned.plan, replace(planned.plan, chunks=1)):
                 choice = (planned.grid, plan, planned.split)
                 has_all_to_alls = planned.grid.ep > 1
-                if has_all_to_alls and plan.memory_budget is None and choice not in tried:
-                    tried.append(choice)
+                if has_all_to_alls and plan.memory_budget is None and choice not in choices:
+                    choices.append(choice)
         best = ranking[0].seconds
-        for grid, plan, split in tried:
+        for grid, plan, split in choices:
             compiled = compile_plan(plan, grid)
             in_turn = self._under(split, grid, compiled)
             flying = self._under(replace(split, in_flight=2), grid, compiled)
@@ -806,7 +814,8 @@ class _Search:
 
 
 def _moving(cost_model: SplitCostModel) -> float:
-    """Return the seconds in which parameters and gradients move, but for rounding."""
+    """Return the seconds in which parameters and gradients move, to six digits, so that they are
+    equal if they differ by rounding only."""
     return float(f"{cost_model.moving_seconds:.6g}")
 
 
@@ -827,7 +836,7 @@ def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]
     least = math.inf
     # Which axis is innermost changes no size, so the first one of each size stands for both.
     by_size: dict[tuple[int, int, int], SplitCostModel] = {}
-    for cost_model in reversed(cost_models):
+    for cost_model in reversed(cost_models):  # so the first one of a size is written last
         by_size[cost_model.grid.tp, cost_model.grid.ep, cost_model.grid.etp] = cost_model
     for cost_model in sorted(by_size.values(), key=lambda each: each.least_bytes):
         if cost_model.least_bytes >= least:

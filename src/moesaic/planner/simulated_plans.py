@@ -137,13 +137,16 @@ class SimulatedPlan:
 def cheapest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the smallest cost, the first of equal ones; at least one plan is
     given."""
-    return _smallest(plans, lambda plan: plan.cost, lambda plan: (False, plan.least_seconds))
+    # a cost is (does not fit, seconds), so False is least
+    return _smallest(
+        plans, key=lambda plan: plan.cost, bound=lambda plan: (False, plan.least_seconds)
+    )
 
 
 def fastest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the shortest step, whether it fits the memory or not; at least one plan
     is given."""
-    return _smallest(plans, lambda plan: plan.seconds, lambda plan: plan.least_seconds)
+    return _smallest(plans, key=lambda plan: plan.seconds, bound=lambda plan: plan.least_seconds)
 
 
 def _smallest(
@@ -153,7 +156,7 @@ def _smallest(
 ) -> SimulatedPlan:
     """Return the first plan with the smallest key, given a lower bound on keys, which costs less to
     compute."""
-    best: tuple[Any, int, SimulatedPlan] | None = None
+    best: tuple[Any, int, SimulatedPlan] | None = None  # (key, number of the plan, plan)
     for number, plan in sorted(enumerate(plans), key=lambda item: bound(item[1])):
         if best is not None and bound(plan) > best[0]:
             break  # the keys of all further plans are larger

@@ -28,8 +28,10 @@ from moesaic.program.task import Program
 
 
 def level_of(cluster: ClusterSpec, name: str) -> str:
-    """Return the name of the level of a cluster to which a directed link belongs."""
+    """Return the name of the level of a cluster to which a directed link belongs; the link's name
+    begins with it."""
     levels = [link.name for link in cluster.links if name.startswith(link.name)]
+    # of levels whose names begin alike the longest one; a link of no level is one by itself
     return max(levels, key=len, default=name)
 
 

@@ -115,21 +115,23 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
 
     Stages hold gradients at least, which their schedules reduce once.
     """
+    # what a rank keeps whole between micro-batches
     holds: list[Held] = ["parameters", "gradients"]
     if split.pp == 1:
         holds.append("nothing")
-    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same
+    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same, one will do
         yield replace(split, hold=holds[-1])
         return
     shards: list[Sharding] = ["all"]
     has_several_nodes = (grid.ranks_per_node or grid.world) < grid.world
-    dense_shards, _ = _node_shards(grid)
-    if has_several_nodes and dense_shards > 1:
+    # over how many data-parallel ranks of a node dense parameters would be sharded
+    shards_in_node, _ = _node_shards(grid)
+    if has_several_nodes and shards_in_node > 1:
         shards.append("node")
     for shard in shards:
         for hold in holds:
             yield replace(split, shard=shard, hold=hold)
-    yield replace(split, shard="none", hold="gradients")  # which are whole anyway
+    yield replace(split, shard="none", hold="gradients")  # which are whole if not sharded
 
 
 def _node_shards(grid: Grid) -> tuple[int, int]:
@@ -137,7 +139,8 @@ def _node_shards(grid: Grid) -> tuple[int, int]:
     per_node = grid.ranks_per_node or grid.world
 
     def inside_node(stride: int, size: int) -> int:
-        """Return how many of `size` ranks that are `stride` apart are on one node."""
+        """Return how many of `size` ranks that are `stride` apart are on one node; 1 if strides do
+        not fit nodes."""
         return min(per_node // stride, size) if per_node % stride == 0 else 1
 
     return inside_node(grid.tp, grid.dp), inside_node(grid.ep * grid.etp, grid.edp)
@@ -265,7 +268,8 @@ class SplitCostModel:
         pairs = self.model.micro_batches // 2
         before_forward, before_backward = self._distinct[0].between_seconds(forward, backward)
         forward_flight, backward_flight = self.flights(compiled, forward, backward)
-        # what two micro-batches take in turn, less what they take in flight
+        # What two micro-batches take in turn, less what they take in flight. In turn, each runs a
+        # program and what lies before it in every layer.
         forward_saved = 2 * layers * (before_forward + forward.seconds) - forward_flight.seconds
         backward_saved = 2 * layers * (before_backward + backward.seconds) - backward_flight.seconds
         parts = dict(in_turn.parts)
@@ -326,7 +330,11 @@ class SplitCostModel:
         per_node = self.cluster.devices_per_node
         stage = part % self.split.pp
         next_stage = (stage + 1) % self.split.pp
-        is_same_node = stage * ranks // per_node == next_stage * ranks // per_node
+        # the nodes of the first ranks of both stages
+        node = stage * ranks // per_node
+        next_node = next_stage * ranks // per_node
+        is_same_node = node == next_node
+        # values of `Link.carries` of the links between the two parts
         carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
 
         model = self.model
@@ -370,7 +378,8 @@ class SplitCostModel:
         """
         memories = [rank_memory(rank, kept_bytes, buffers) for rank in self._fullest]
         most = max(memories, key=lambda memory: memory.total)
-        # two calls and two losses are alive, and FSDP2 gathers two blocks
+        # of two micro-batches in flight, two calls and two losses are alive, and FSDP2 gathers two
+        # blocks
         return replace(most, buffers=self.split.in_flight * most.buffers)
 
     @cached_property
@@ -397,7 +406,7 @@ class SplitCostModel:
         """Return a lower bound on the seconds of any plan on this layout; see
         `StepCostModel.floor`."""
         floors = {rank: rank.floor(compression=compression) for rank in self._distinct}
-        if self.split.parts > 1:
+        if self.split.parts > 1:  # only the work of each rank itself
             return max(floors.values())
         # The first micro-batch passes the stages before a rank, and its gradients pass them again
         # after the rank's last micro-batch.
@@ -412,7 +421,7 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    num_shards = (1, 1)
+    num_shards = (1, 1)  # of dense parameters, and of experts; "none": everything whole
     if split.shard == "all":
         num_shards = (grid.dp, grid.edp)
     elif split.shard == "node":
@@ -430,7 +439,9 @@ class _Blocks(NamedTuple):
     """Blocks of a stage, or of a part of it."""
 
     layers: int
+    """Number of blocks."""
     sparse: int
+    """Number of these that have an MoE layer."""
     has_table: bool
     """Whether the embedding or the output belongs to them."""
     is_last: bool
@@ -459,7 +470,8 @@ def _joined(parts: Sequence[_Blocks]) -> _Blocks:
 
 
 def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
-    """Return the blocks of each part, in their order, cut as the trainer does."""
+    """Return the blocks of each part, in their order, cut as the trainer does; `whole` is the model
+    of a step with all blocks."""
     if split.pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
     is_sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
@@ -524,7 +536,8 @@ def split_choices(
     Raises:
         InputError: if a given number of stages does not fit.
     """
-    counts = [pp] if pp is not None else [1 << power for power in range(most_stages.bit_length())]
+    powers_of_two = [1 << power for power in range(most_stages.bit_length())]  # up to `most_stages`
+    counts = [pp] if pp is not None else powers_of_two
     fitting = []
     for count in counts:
         # a rank of a stage then has as many sequences of a micro-batch as without stages

@@ -634,7 +634,7 @@ class StepCostModel:
         output = model.outputs * block.unembed
         weights = model.num_layers * block.projections + dense_layers * block.dense_product + output
         weights += model.moe_layers * (block.shared + self._expert_seconds)
-        inputs = max(busy - forward_seconds - weights, 0.0)
+        inputs = max(busy - forward_seconds - weights, 0.0)  # the rest of the backward pass
 
         scale = mean_busy / busy  # the pipeline fills and drains at the pace of all its ranks
         waits = bubble_seconds(
@@ -659,6 +659,7 @@ class StepCostModel:
         num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / senders
 
         is_inside = world < self.cluster.devices_per_node
+        # values of `Link.carries` of the links between the two stages
         carried = ("all", "inside" if is_inside else "outside")
         slowest = 0.0
         for link in self.cluster.links:
@@ -901,6 +902,7 @@ class StepCostModel:
         shared_adapters, _ = model.adapters
         adapter_bytes = 4 * shared_adapters  # in float32
         adapters = self._node.all_reduce_seconds(adapter_bytes, stride=1, ranks=self.grid.world)
+        # (how often per step, seconds of each time, behind which pass)
         return (
             Moving(count, root_scatters * root, "nothing"),
             Moving(count, gather_ratio * blocks, "forward"),
@@ -945,6 +947,7 @@ class StepCostModel:
             shard_bytes, stride=self.grid.tp * shards, ranks=copies
         )
         root_reduced = 0.0 if self.model.is_frozen else root + between_copies
+        # (how often per step, seconds of each time, behind which pass)
         if self.model.held == "parameters":
             return (
                 Moving(1, gather_ratio * root, "nothing"),
@@ -1164,6 +1167,7 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
+        # if there are several copies of the shards, each is sharded over so many fewer ranks
         copies, expert_copies = self.replicas
         experts = self.model.expert_parameters / self.grid.world
         return copies * dense / self.grid.dp + expert_copies * experts
@@ -1283,10 +1287,10 @@ class StepCostModel:
         other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
         if other_runs <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens_per_run = node_tokens_per_node(layer, runs, 1)
+        tokens_per_run = node_tokens_per_node(layer, runs, chunks=1)  # of one group's tokens
         # dp * devices / world: the data-parallel groups behind the link
         tokens = tokens_per_run * other_runs * grid.dp * devices / grid.world
-        # weights are counted in rows of `dim`, as tokens are
+        # in rows of `dim`, as tokens: the weights of the experts of all other runs
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         # of what leaves `devices` devices, the link carries the part of its own
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
@@ -1316,7 +1320,7 @@ def layer_passes(
     rates = rates_of(cluster, layer.products or layer.dtype)
     rows = np.array([rows_per_expert])  # one expert stands for all
     parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
-    units = layer.hidden / grid.etp
+    units = layer.hidden / grid.etp  # of an expert's hidden width, on a rank
     seconds = rates.product_seconds(
         rows, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
     )
@@ -1351,7 +1355,7 @@ def _all_to_all(
 ) -> tuple[dict[str, float], float]:
     """Return the seconds for which each link is busy with an all-to-all, by its name, and the
     latency of the all-to-all."""
-    group = grid.ep * grid.etp
+    group = grid.ep * grid.etp  # ranks that exchange rows
     per_node = grid.ranks_per_node or grid.world
     if group == 1:
         return {}, 0.0
@@ -1364,14 +1368,14 @@ def _all_to_all(
     row_bytes = layer.dim * layer.element_bytes / grid.tp
     message_bytes = np.full(len(source), layer.copies / grid.ep * row_bytes)
     if deepep:
-        nodes = max(group // per_node, 1)
-        ranks_inside = min(group, per_node)
+        nodes = max(group // per_node, 1)  # of a group
+        ranks_inside = min(group, per_node)  # ranks of a group on each of them
         message_bytes = np.where(
             target // per_node != source // per_node,
             # each rank sends its part of a node's tokens to the rank in the same place
-            node_tokens_per_node(layer, nodes, 1) / ranks_inside * row_bytes,
-            # which passes on the tokens that came from all nodes
-            node_tokens_per_node(layer, grid.ep, 1) * nodes * row_bytes,
+            node_tokens_per_node(layer, nodes, chunks=1) / ranks_inside * row_bytes,
+            # which passes on to a rank of its node the tokens for it that came from all nodes
+            node_tokens_per_node(layer, grid.ep, chunks=1) * nodes * row_bytes,
         )
     apart = source != target
     messages = np.ones(int(apart.sum()))
@@ -1407,13 +1411,14 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
     by_rings = reduce_seconds(cluster, grid, num_bytes, stride=1, ranks=ranks)
     per_node = grid.ranks_per_node or grid.world
     has_switch = any(link.adds for link in cluster.links)
+    # it sums for more than two devices of one node
     if not has_switch or not 2 < ranks <= per_node or num_bytes == 0:
         return by_rings
     devices = np.arange(per_node)
     # what a rank sends to the switch loads its links as a message to the next rank of its group
     next_devices = devices // ranks * ranks + (devices + 1) % ranks
-    sent_bytes = np.full(per_node, (1 + 1 / ranks) * num_bytes)
-    messages = np.full(per_node, 2.0)
+    sent_bytes = np.full(per_node, (1 + 1 / ranks) * num_bytes)  # values, and a share of the sums
+    messages = np.full(per_node, 2.0)  # one for each of these
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
     load = topology.loads(devices, next_devices, sent_bytes, messages)
-    return min(by_rings, load.alone + load.latency)
+    return min(by_rings, load.alone + load.latency)  # `alone` has the latency once

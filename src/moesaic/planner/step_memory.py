@@ -133,7 +133,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     shards, expert_shards = cost_model.num_shards
     gathered = (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
     root = cost_model.root_parameters if shards > 1 else 0.0
-    moving = {
+    moving = {  # by what a rank holds whole between micro-batches
         "nothing": (2 * gathered + root) * gathered_size + gathered * size,
         "gradients": (2 * gathered + root) * gathered_size,
         "parameters": 0.0,
@@ -177,6 +177,7 @@ def _cast_bytes(cost_model: StepCostModel) -> float:
     if not is_whole or model.layer.element_bytes == model.parameter_bytes:
         return 0.0
     _, expert_parameters = cost_model.block_parameters
+    # one layer if all blocks are recomputed, all layers if none is
     cast_layers = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     return cast_layers * expert_parameters * model.layer.element_bytes
 
@@ -222,7 +223,7 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> _Kept:
         + dense_layers * dense
     )
     # `alive` micro-batches have their activations kept at once
-    if "block" not in recomputed:
+    if "block" not in recomputed:  # parts of blocks at most
         return _Kept(
             blocks=cost_model.alive * blocks,
             block=blocks / model.num_layers,
@@ -262,11 +263,12 @@ def _feed_forward_bytes(
     layer = model.layer
     recomputed = model.recomputed
     dim = layer.dim
-    read = _read_share(model)
+    # bytes of a value as products read it, over those of a wide one
+    read_share = _read_share(model)
     # results of the first products, and of the activation if it is kept, per value of inner width
     inner = float(layer.matrices - 1)
     if model.keeps_activated:
-        inner += read
+        inner += read_share
     dense = dim * value_bytes  # its input
     if "mlp" not in recomputed:
         dense = (dim + inner * model.inner) * value_bytes
@@ -277,10 +279,11 @@ def _feed_forward_bytes(
         shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes
     activated = 0.0
     if model.keeps_activated and "moe_act" not in recomputed:
-        activated = cost_model.activated_values * layer.element_bytes * read
-    # `moe_bytes` has experts' rows wide, but they are kept as products read them: saves the rest
+        activated = cost_model.activated_values * layer.element_bytes * read_share
+    # rows of a rank's experts, whose hidden width is divided over etp
     rows = cost_model.activated_values / layer.hidden * cost_model.grid.etp
-    added = activated - rows * dim * layer.element_bytes * (1 - read)
+    # `moe_bytes` has them wide, but they are kept as products read them: saves the rest
+    added = activated - rows * dim * layer.element_bytes * (1 - read_share)
     return dense, moe_bytes + added + shared
 
 

@@ -76,7 +76,8 @@ class Digits:
         self.block = block or self.per_node
         inner = grid.etp if grid.innermost == "etp" else grid.ep  # size of the innermost axis
         etp_stride = 1 if grid.innermost == "etp" else grid.ep
-        # lengths of the runs of consecutive ranks that the mesh and the links tell apart
+        # lengths of the runs of consecutive ranks that the mesh and the links tell apart; etp may
+        # be cut into two factors, of which `etp_inner` is the inner one
         runs = {
             1,
             grid.tp,
@@ -114,7 +115,7 @@ class Digits:
 
     def axis(self, axis: Axis) -> frozenset[int]:
         """Return the digits of an axis."""
-        replica = self.grid.ep * self.grid.etp
+        replica = self.grid.ep * self.grid.etp  # ranks of a replica of the experts
         if axis == "node":
             return self.within(self.per_node, max(replica, self.per_node))
         if axis == "local":
@@ -153,7 +154,7 @@ class Digits:
             size = int(self.sizes[digit])
             if digit in inside or digit in listed:
                 choices.append([(value, 1) for value in range(size)])
-            else:
+            else:  # equal to the source's 0, or any other value, for which 1 stands
                 choices.append([(0, 1), (1, size - 1)])
         target_values = []
         counts = []
@@ -205,6 +206,7 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     # None: every rank is an origin
     origin = all_digits if flow.origins is None else digits.axes(flow.origins)
     expert = digits.axes(flow.homes)
+    # by whose experts' rows a rank has: those of all ranks, of its own, or of its node
     free_by_experts: dict[str, frozenset[int]] = {
         "all": expert,
         "rank": frozenset(),
@@ -219,6 +221,7 @@ def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
     if layout.step is None:
         return frozenset()
     _, num_groups = layout.step
+    # distance between ranks that are neighbours along ep
     ep_stride = digits.grid.etp if digits.grid.innermost == "etp" else 1
     group_size = digits.grid.ep // num_groups
     return digits.axis("ep") & digits.within(ep_stride * group_size, digits.grid.world)
@@ -266,9 +269,10 @@ def pieces_of_step(
     experts = _groups(
         digits, ahead, before.free_expert, after.free_expert, (source_digits, target_digits)
     )
-    # how many of the choices of free digits add each difference, modulo the number of groups
+    # how many choices of free digits put the expert's group so many groups after the origin's
     differences = (experts.offsets[:, None] - origins.offsets) % num_groups
     num_choices = np.bincount(differences.reshape(-1), minlength=num_groups)
+    # the difference that these must add to that of the fixed digits, so that it is `distance`
     missing = (distance - experts.base + origins.base) % num_groups
     pieces: np.ndarray = (origins.possible & experts.possible) * num_choices[missing]
     return pieces
@@ -293,16 +297,16 @@ def _groups(
     base = np.zeros(len(source_digits), dtype=np.int64)
     offsets = np.zeros(1, dtype=np.int64)
     possible = np.ones(len(source_digits), dtype=bool)
-    weight = 1
+    weight = 1  # what the digit counts in the number of a group: the product of the lower sizes
     for digit in sorted(ahead):
         size = int(digits.sizes[digit])
         is_free_before = digit in free_before
         is_free_after = digit in free_after
-        if is_free_before and is_free_after:
+        if is_free_before and is_free_after:  # rows of every value of the digit
             offsets = (offsets[:, None] + weight * np.arange(size)).reshape(-1)
         elif is_free_before:  # the target has rows of its own digit only
             base += weight * target_digits[:, digit]
-        else:  # the source does; if both do, the two digits must be equal
+        else:  # the source has; if both have, the two digits must be equal
             base += weight * source_digits[:, digit]
             if not is_free_after:
                 possible &= source_digits[:, digit] == target_digits[:, digit]

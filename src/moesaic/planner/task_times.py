@@ -60,6 +60,7 @@ class Simulated:
             return "compute"
         link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
         lane = max(self.lane_seconds, key=lambda name: self.lane_seconds[name])
+        # a link that is busy for half of the lane's time sets the limit, rather than start-up costs
         if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane]:
             return link
         return f"start-up on lane {lane}"

@@ -149,13 +149,18 @@ class Route:
 
 
 def _users(links: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the number of devices that use the link of each entry, (n,)."""
-    units, unit_of_entry = np.unique(links, return_inverse=True)
+    """Return the number of devices that use the link of each entry, (n,).
+
+    Args:
+        links: (n,) number of each entry's link.
+        source, target: (n,) the devices that send and receive.
+    """
+    used, index_of_entry = np.unique(links, return_inverse=True)
     num_users = []
-    for unit in units:
-        on_unit = links == unit
-        num_users.append(len({*source[on_unit], *target[on_unit]}))
-    return np.array(num_users)[unit_of_entry]
+    for link in used:
+        on_link = links == link
+        num_users.append(len({*source[on_link], *target[on_link]}))
+    return np.array(num_users)[index_of_entry]
 
 
 class Topology:
@@ -230,7 +235,7 @@ class Topology:
             for peer in self.spec.peers:
                 first, second = peer.devices
                 self.names += [f"peer {first}-{second}", f"peer {second}-{first}"]
-                self._seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
+                self._seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2  # of both directions
 
     def _number_ports(self) -> None:
         """Number the ports of the ranks, in the order of SENDS, RECEIVES and INSIDE."""
@@ -325,7 +330,8 @@ class Topology:
         sent_bytes = []
         messages = []
         if inside > 1:
-            # the next rank of the group on the node, and the first one after the last
+            # the next rank of the group on the node, and the first one after the last; `reach`
+            # consecutive ranks have the members of `stride` groups
             reach = stride * inside
             targets.append(devices // reach * reach + (devices + stride) % reach)
             sent_bytes.append(2 * (inside - 1) / inside * num_bytes)
@@ -381,7 +387,7 @@ class Topology:
         messages = moved.messages[on_peer]
         seconds = num_bytes * 8e-9 / peer.gbps + messages * peer.message_us * 1e-6
         source_nodes, _ = moved.nodes
-        node = source_nodes[on_peer] % self._nodes
+        node = source_nodes[on_peer] % self._nodes  # within the block
         directions_per_node = 2 * len(self.spec.peers)
         links = self._peers + node * directions_per_node + number
         route.add(on_peer, links, seconds, messages)
@@ -403,11 +409,13 @@ class Topology:
         devices = [ends[used] for ends in moved.devices]
         num_bytes = moved.num_bytes[used]
         messages = moved.messages[used]
-        # out of the senders' units, and into the receivers'; a shared medium is used once
+        # out of the senders' units (side 0), and into the receivers' (side 1); a shared medium is
+        # used once. The links of a unit have consecutive numbers, one for each side.
         sides = 1 if link.shared else 2
         for side in range(sides):
             links = first + self._unit_of(link, devices[side]) * sides + side
             byte_seconds = self.seconds_per_byte[links]
+            # smaller movements, and fewer or more devices, reach a share of the rate
             if link.sizes:
                 link_bytes = np.bincount(links, weights=num_bytes * num_blocks)
                 share = np.interp(np.log(link_bytes[links]), np.log(link.sizes), link.size_share)
