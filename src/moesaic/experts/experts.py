@@ -168,6 +168,7 @@ class AbstractExperts(nn.Module, ABC):
             (tokens, dim).
         """
         rows = permute(x, permutation)
+        # in the order of the rows; 0 for copies that are not sent, whose rows hold arbitrary values
         gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)

@@ -71,8 +71,9 @@ class Blocks:
     """
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
-        row_numbers = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
-        max_rows = block_limit(row_numbers * work.x.element_size())  # of a block, for the cache
+        numbers_per_row = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
+        # the most rows of a block, for its buffers to fit the cache
+        max_rows = block_limit(numbers_per_row * work.x.element_size())
         self.all: list[RowBlock] = []
         """The blocks, in row order."""
         self.sizes: list[int] = []

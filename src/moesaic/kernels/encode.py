@@ -57,7 +57,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     device = expert_TK.device
     num_places = num_experts * capacity
     expert = expert_TK.t().reshape(-1)  # copies with first choices first
-    copy = torch.arange(len(expert), device=device)
+    copy = torch.arange(len(expert), device=device)  # their numbers; also the positions in `order`
 
     # a copy's rank is how many copies of its expert come before it
     order = expert.argsort(stable=True)

@@ -114,7 +114,7 @@ class RouterStatistics:
         if earlier_counts_E is not None:
             step_counts_E = step_counts_E + earlier_counts_E
 
-        squares_T = valid.new_zeros(())
+        squares_T = valid.new_zeros(())  # a zero, whose sum is 0
         if with_logsumexp:
             squares_T = scores.logits.logsumexp(-1).square() * valid
         importance_E = None

@@ -457,6 +457,7 @@ class Peers:
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks
         announce the same length."""
+        # as long as the previous message: a mark, the new length, zeros, and the digest at the end
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
         head[0] = ANNOUNCES
         head[1] = len(message)
@@ -507,6 +508,7 @@ class Peers:
         if not any(differs):
             return
         if together:
+            # raises if settings differ, and names them
             # by name of a setting, what to do if ranks have different values
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)

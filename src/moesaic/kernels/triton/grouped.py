@@ -180,6 +180,7 @@ def _operands(
     x: Tensor, w: Tensor, tile: Tile, *, transposed: bool, gathered: bool
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, dict[str, Any]]:
     """Return the rows and the matrices as the kernel loads them, and the constants that say how."""
+    # None: gathered rows are loaded by pointers
     rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), None if gathered else tile)
     is_stacked = w.ndim == 4
     # a load fetches a tile of one expert's matrix, or of all matrices side by side

@@ -104,6 +104,7 @@ def _launch_outer(
     # if gathered, half of the stages load row numbers ahead of the rows
     is_gathered = p_token is not None or q_token is not None
     num_stages = 2 * tile.stages - 1 if is_gathered else tile.stages
+    # None: a gathered side is loaded by pointers
     p_steps, p_by_descriptor = as_operand(
         p, (tile.depth, tile.rows), tile if p_token is None else None
     )
