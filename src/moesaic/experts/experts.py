@@ -541,6 +541,7 @@ class StackedExperts(AbstractExperts):
         parameter = self._local(name)
         if parameter.dtype == dtype or torch.compiler.is_compiling():
             return parameter.to(dtype)
+        # nothing is kept outside training
         if not self.training or not torch.is_grad_enabled():
             return parameter.to(dtype)
 

@@ -166,6 +166,7 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
     values = scale_values(scales.device)
     mean = scales.mean()
     num_scales = scales.numel()
+    # padded to whole groups
     groups = F.pad((scales - mean).flatten(), (0, -num_scales % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     reciprocals = 1.0 / largest.clamp(min=SMALLEST)

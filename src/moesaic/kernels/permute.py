@@ -86,6 +86,7 @@ def sort_by_expert(
             # rows from the last end on are those of copies that are not sent
             by_token = by_token.masked_fill(by_token >= ends[-1], -1)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
+        # one past each token's last place in `by_token`
         stops = zeros.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
         # each token starts where the one before it stops, and token 0, if there is one, at 0
         first_token = stops.new_zeros(min(num_tokens, 1))

@@ -191,9 +191,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
-        weight = (
-            0.0  # without trainable parameters, and in passes beyond those of the previous step
-        )
+        # 0 without trainable parameters, and in passes beyond the number of the previous step
+        weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
             weight = 1 / self._expected_passes
         return torch.full((), weight, device=like.device)

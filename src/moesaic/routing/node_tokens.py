@@ -117,8 +117,8 @@ def find_node_tokens(
         num_chunks: number of chunks of the program.
         grid: the mesh.
     """
-    tokens = max(num_tokens, 1)
-    place_of_ep = expert // (num_experts // grid.ep)
+    tokens = max(num_tokens, 1)  # of the tables, which are not empty then
+    place_of_ep = expert // (num_experts // grid.ep)  # `grid.ep`, one too many, for unsent copies
     place_and_chunk = place_of_ep * num_chunks
     if num_chunks > 1:
         place_and_chunk = place_and_chunk + _chunk_of(expert, num_experts, num_chunks)
@@ -130,6 +130,7 @@ def find_node_tokens(
     stops = is_stop[:num_cells].view(grid.ep, num_chunks, tokens)
 
     number_of_stop = _numbered(stops).flatten()
+    # unsent copies read the last cell
     copy_index = number_of_stop.index_select(0, cell.clamp_max(num_cells - 1)).int().unsqueeze(1)
     stop_counts = stops.sum(2)
     if len(grid.cast_levels) == 1:  # no level of nodes

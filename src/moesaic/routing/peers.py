@@ -381,7 +381,7 @@ class Peers:
             token.index_select(0, order), expert.index_select(0, order), num_tokens
         )
         num_missing = len(padding) - node_tokens.counts.numel()
-        if num_missing < 0:
+        if num_missing < 0:  # more chunks than `CHUNKS`, whose counts are exchanged separately
             return padding
         self._node_tokens = (choice, node_tokens)
         return F.pad(node_tokens.counts.flatten().double(), (0, num_missing))
@@ -508,8 +508,8 @@ class Peers:
         if not any(differs):
             return
         if together:
-            # raises if settings differ, and names them
-            # by name of a setting, what to do if ranks have different values
+            # the settings may differ, which is raised here; `advice` says by name of a setting what
+            # to do about it
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
         # their settings are the same, so that the plans differ; without a comparison either may

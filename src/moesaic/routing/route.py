@@ -483,14 +483,14 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
         by_rank = _by_rank(gathered, capacity, top_k)
         gathered.sent = by_rank
 
-    best_T = None  # None to admit by position
+    best_weight_T = None  # of each token; None to admit by position
     if capacity.admits_by_score and rows is not None:
-        best_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
+        best_weight_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
     sent = admit(
         choice,
         scored.alive_N,
         rows=rows,
-        best_weight_T=best_T,
+        best_weight_T=best_weight_T,
         num_experts=rules.num_experts,
         before_KE=before_KE,
     )
@@ -596,6 +596,8 @@ def _routing(
     else:
         # on one rank, without the last count, of copies that are not sent
         counts = count(expert, alive_N=None, num_experts=num_experts + 1)[:num_experts]
+    # copies that were removed leave tokens with different numbers of rows
+    rows_per_token = choice.per_token if sent is None or has_unsent else None
     return Routing(
         token=token,
         expert=expert,
@@ -607,7 +609,7 @@ def _routing(
         num_valid=record.num_valid,
         nonfinite=record.nonfinite,
         capacity=record.capacity,
-        rows_per_token=choice.per_token if sent is None or has_unsent else None,
+        rows_per_token=rows_per_token,
         has_unsent=has_unsent,
         logits=logits,
         losses=losses,

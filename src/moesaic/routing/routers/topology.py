@@ -119,6 +119,7 @@ class TopologyRouter(LimitedRouter):
             )
         levels = tuple(self._levels_on(grid))
         table = experts_inside(grid, levels, self.num_experts)
+        # what is inside at a level must be inside at the level before, which is wider
         for level, inside_before, inside in zip(levels[1:], table, table[1:]):
             if (inside & ~inside_before).any():
                 raise InputError(
@@ -161,9 +162,11 @@ class TopologyRouter(LimitedRouter):
         origin_T = token * num_origins // max(num_tokens, 1)
         is_routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
         self.inside = self.inside.to(rank_by.device)
+        # of each origin, padding excluded
         copies = torch.zeros(num_origins, dtype=torch.int64, device=rank_by.device)
         copies.scatter_add_(0, origin_T, is_routed_T.long() * top_k)
 
+        # for each level the three steps of the module's docstring
         for level, inside in zip(self.levels, self.inside):
             is_inside_TE = inside[origin_T]
             best_TK = top_k_indices(rank_by, top_k)
@@ -226,7 +229,7 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
                 f"give one for each of {grid.world}"
             )
         for origin in range(grid.dp):
-            senders = range(origin * grid.tp, (origin + 1) * grid.tp)
+            senders = range(origin * grid.tp, (origin + 1) * grid.tp)  # the ranks of the origin
             is_inside = np.ones(grid.ep, dtype=bool)
             for place in range(grid.ep):
                 is_inside[place] = all(_is_inside(grid, level, sender, place) for sender in senders)
