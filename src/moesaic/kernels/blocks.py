@@ -91,7 +91,7 @@ class Blocks:
                     self._close(segments, sizes)
                     segments = []
                     sizes = []
-                index = len(self.sizes) + len(sizes)
+                index = len(self.sizes) + len(sizes)  # after closed blocks and this one's so far
                 segments.append(Segment(expert, index, is_first=start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
@@ -268,6 +268,7 @@ class Results:
         all_bytes = num_rows * dim * x.element_size()
         if places is not None:
             self._placed = empty((num_rows, dim), x.dtype, x.device)
+        # too large to be kept until they are summed
         if work.dispatch is not None and all_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
             places = work.dispatch.token  # a row's place is its token
@@ -289,7 +290,7 @@ class Results:
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
-        if self._rows is not None:
+        if self._rows is not None:  # they stay where they are until `summed`
             return
         rows = self._scratch.of(block).rows
         places = self._places[block.index]

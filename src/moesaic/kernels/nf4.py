@@ -115,7 +115,7 @@ def requantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = quantize(numbers)
     negated_codes, _ = quantize(-numbers)
     is_negated = _restores(negated_codes, -scales, numbers) & ~_restores(codes, scales, numbers)
-    is_negated_byte = is_negated.repeat_interleave(BLOCK // 2, -1)
+    is_negated_byte = is_negated.repeat_interleave(BLOCK // 2, -1)  # two codes in a byte
     codes = torch.where(is_negated_byte, negated_codes, codes)
     return codes, torch.where(is_negated, -scales, scales)
 

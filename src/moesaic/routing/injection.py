@@ -217,8 +217,10 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """Count a backward pass that has just reached the layer, whose trainable parameters are
         `parameters`."""
         if self._is_new_step(parameters):
+            # as many as the step before had, and 1 in the first step
             self._expected_passes = max(self._passes_of_step, 1)
             self._passes_of_step = 0
+        # a wrapper's parameters are not watched
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             self._watched = parameters
         self._versions = _versions(self._watched)

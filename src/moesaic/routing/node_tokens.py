@@ -151,10 +151,11 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
     """
     if number is None or is_there.device.type == "cpu":
         return is_there.nonzero().squeeze(1)
-    # each True index is written to its rank; the False ones go to an extra entry, which is cut off
-    rank = torch.where(is_there, is_there.cumsum(0) - 1, number)
-    index = torch.arange(len(is_there), device=rank.device)
-    return rank.new_empty(number + 1).scatter_(0, rank, index)[:number]
+    # a True index goes to the number of those before it; the False ones go to an extra entry, which
+    # is cut off
+    position = torch.where(is_there, is_there.cumsum(0) - 1, number)
+    index = torch.arange(len(is_there), device=position.device)
+    return position.new_empty(number + 1).scatter_(0, position, index)[:number]
 
 
 def _numbered(table: Tensor) -> Tensor:

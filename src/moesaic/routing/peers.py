@@ -232,12 +232,13 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
         rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank;
             None for no limit.
     """
-    if rows is None:
+    if rows is None:  # all copies
         has_one_slot = counts_PKE.shape[1] == 1
         return counts_PKE.squeeze(1) if has_one_slot else counts_PKE.sum(1)
     is_by_rank = rows.dim() == 1
     if is_by_rank:
         return torch.minimum(counts_PKE.sum(1), rows.unsqueeze(1))
+    # in one queue, what is left for a rank's copies of a choice behind those before them
     room = (rows - places_before(counts_PKE)).clamp_min(0)
     return torch.minimum(room, counts_PKE).sum(1)
 

@@ -142,6 +142,7 @@ class TopologyRouter(LimitedRouter):
     def check_fits(self, top_k: int) -> None:
         """Refuse more experts a token than the smallest group has."""
         super().check_fits(top_k)
+        # over all levels and origins
         fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:
             raise InputError(
@@ -199,9 +200,10 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
 
     num_entries = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
     first = num_entries.cumsum(0) - num_entries
-    rank = torch.arange(len(order), device=order.device) - first[sorted_origin]
+    # of each entry among those of its origin, the highest at 0
+    position = torch.arange(len(order), device=order.device) - first[sorted_origin]
     is_taken = torch.zeros_like(origin, dtype=torch.bool)
-    is_taken[order] = rank < limit[sorted_origin]
+    is_taken[order] = position < limit[sorted_origin]
     return is_taken.view_as(among_TK) & among_TK
 
 
