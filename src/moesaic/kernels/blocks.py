@@ -96,16 +96,16 @@ class Blocks:
                 sizes.append(size)
         self._close(segments, sizes)
 
-        self._rows = [block.rows for block in self.all]
+        self._block_sizes = [block.rows for block in self.all]
         """The number of rows of each block."""
-        self.most_rows = max(self._rows, default=0)
+        self.most_rows = max(self._block_sizes, default=0)
         """The number of rows of the largest block."""
         self.row_numbers = torch.arange(self.most_rows, device=work.x.device)
         """`arange` of the rows of the largest block."""
 
     def cut(self, rows: Tensor) -> Sequence[Tensor]:
         """Split a tensor of all rows into blocks, as views."""
-        return torch.split_with_sizes(rows, self._rows)
+        return torch.split_with_sizes(rows, self._block_sizes)
 
     def segments(self, rows: Tensor) -> Sequence[Tensor]:
         """Split a tensor of all rows into segments, as views."""
@@ -161,7 +161,7 @@ class Scratch:
     """
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
-        self._rows = blocks.most_rows
+        self._most_rows = blocks.most_rows
         self._width = width
         self._like = like
         self._memory: Tensor | None = None
@@ -173,7 +173,7 @@ class Scratch:
         views = self._views.get(block.sizes)
         if views is None:
             if self._memory is None:
-                self._memory = self._like.new_empty(self._rows, self._width)
+                self._memory = self._like.new_empty(self._most_rows, self._width)
             views = BlockRows.of(self._memory[: block.rows], block)
             self._views[block.sizes] = views
         return views

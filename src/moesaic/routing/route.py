@@ -291,21 +291,25 @@ class _Scored(NamedTuple):
     """The tokens of a call with their experts chosen and weighed, before capacity."""
 
     choice: Choice
+    """The N chosen copies."""
     weight_N: Tensor
-    """(N,), differentiable."""
+    """(N,), differentiable: the routing weight of each copy."""
     alive_N: Tensor | None
     """(N,) bool: the copies that are neither padding nor held back by the router; None for all
     copies."""
     counted: _Counted
+    """This rank's numbers of copies and tokens."""
     sums: RouterStatistics | None
     """This rank's statistics, from which the losses are computed; None without losses, or if
     `values` has them already."""
     logits: Tensor | None
+    """(T, E), differentiable; None if the experts were chosen outside the router."""
     values: list[Tensor] | None = None
-    """The losses, differentiable."""
+    """The losses, () each, differentiable; None without losses, or if `sums` has what they read."""
     earlier: Tensor | None = None
     """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     noise: Tensor | None = None
+    """The random numbers from the router's `draw`; None if it uses none."""
     is_fused: bool = False
     """Whether one operation chose and weighed; `sums` then has what the losses of `_fused_sum`
     read."""

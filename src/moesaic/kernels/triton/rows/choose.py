@@ -412,7 +412,7 @@ def _choose_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Choose experts, or take those given, for every `num_programs`-th tile; store the tiles' sums."""
+    """Choose experts for every `num_programs`-th tile, or take `given` ones; store their sums."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     SLOTS: tl.constexpr = FORM.slots
