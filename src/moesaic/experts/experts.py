@@ -168,6 +168,7 @@ class AbstractExperts(nn.Module, ABC):
             (tokens, dim).
         """
         rows = permute(x, permutation)
+        # in the order of the rows; 0 for copies that are not sent, whose rows hold arbitrary values
         gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
@@ -540,6 +541,7 @@ class StackedExperts(AbstractExperts):
         parameter = self._local(name)
         if parameter.dtype == dtype or torch.compiler.is_compiling():
             return parameter.to(dtype)
+        # nothing is kept outside training
         if not self.training or not torch.is_grad_enabled():
             return parameter.to(dtype)
 

@@ -322,6 +322,7 @@ class FrozenExperts(AbstractExperts):
             # a gate multiplies its row's result, hidden @ down.T + bias
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
+                # each shard added its part of the bias
                 bias_of_rows = weights.down_bias[expert_of_rows(ends, len(dy))]
                 d_gates += (dy * bias_of_rows).sum(1) / call.shards
             d_gates = d_gates.to(call.gates.dtype)

@@ -96,6 +96,7 @@ class ModuleExperts(AbstractExperts):
         by_name = dict(self.experts.named_children())
         kept_names = [str(expert) for expert in experts]
         self.experts = nn.ModuleDict({name: by_name[name] for name in kept_names})
+        # the attribute that `copies_of` reads
         self.mark(lambda parameter: setattr(parameter, _MARK, copies))
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:

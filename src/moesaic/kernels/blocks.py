@@ -71,8 +71,9 @@ class Blocks:
     """
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
-        row_numbers = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
-        max_rows = block_limit(row_numbers * work.x.element_size())  # of a block, for the cache
+        numbers_per_row = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
+        # the most rows of a block, for its buffers to fit the cache
+        max_rows = block_limit(numbers_per_row * work.x.element_size())
         self.all: list[RowBlock] = []
         """The blocks, in row order."""
         self.sizes: list[int] = []
@@ -90,21 +91,21 @@ class Blocks:
                     self._close(segments, sizes)
                     segments = []
                     sizes = []
-                index = len(self.sizes) + len(sizes)
+                index = len(self.sizes) + len(sizes)  # after closed blocks and this one's so far
                 segments.append(Segment(expert, index, is_first=start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
 
-        self._rows = [block.rows for block in self.all]
+        self._block_sizes = [block.rows for block in self.all]
         """The number of rows of each block."""
-        self.most_rows = max(self._rows, default=0)
+        self.most_rows = max(self._block_sizes, default=0)
         """The number of rows of the largest block."""
         self.row_numbers = torch.arange(self.most_rows, device=work.x.device)
         """`arange` of the rows of the largest block."""
 
     def cut(self, rows: Tensor) -> Sequence[Tensor]:
         """Split a tensor of all rows into blocks, as views."""
-        return torch.split_with_sizes(rows, self._rows)
+        return torch.split_with_sizes(rows, self._block_sizes)
 
     def segments(self, rows: Tensor) -> Sequence[Tensor]:
         """Split a tensor of all rows into segments, as views."""
@@ -160,7 +161,7 @@ class Scratch:
     """
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
-        self._rows = blocks.most_rows
+        self._most_rows = blocks.most_rows
         self._width = width
         self._like = like
         self._memory: Tensor | None = None
@@ -172,7 +173,7 @@ class Scratch:
         views = self._views.get(block.sizes)
         if views is None:
             if self._memory is None:
-                self._memory = self._like.new_empty(self._rows, self._width)
+                self._memory = self._like.new_empty(self._most_rows, self._width)
             views = BlockRows.of(self._memory[: block.rows], block)
             self._views[block.sizes] = views
         return views
@@ -267,6 +268,7 @@ class Results:
         all_bytes = num_rows * dim * x.element_size()
         if places is not None:
             self._placed = empty((num_rows, dim), x.dtype, x.device)
+        # too large to be kept until they are summed
         if work.dispatch is not None and all_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
             places = work.dispatch.token  # a row's place is its token
@@ -288,7 +290,7 @@ class Results:
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
-        if self._rows is not None:
+        if self._rows is not None:  # they stay where they are until `summed`
             return
         rows = self._scratch.of(block).rows
         places = self._places[block.index]

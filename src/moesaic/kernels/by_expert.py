@@ -343,6 +343,7 @@ def _write_deferred(deferred: list[_WeightGradients]) -> None:
 def _can_divide_by(weights: Tensor) -> bool:
     """Return whether dividing a product by its weight recovers the other factor: no weight is too
     small for that."""
+    # not in a dtype with a smaller range than that, such as float16; and no weights have no minimum
     if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
         return False
     return float(weights.abs().min()) >= SMALLEST_DIVISOR

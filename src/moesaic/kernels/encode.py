@@ -57,7 +57,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     device = expert_TK.device
     num_places = num_experts * capacity
     expert = expert_TK.t().reshape(-1)  # copies with first choices first
-    copy = torch.arange(len(expert), device=device)
+    copy = torch.arange(len(expert), device=device)  # their numbers; also the positions in `order`
 
     # a copy's rank is how many copies of its expert come before it
     order = expert.argsort(stable=True)
@@ -70,7 +70,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
 
     # The rows of a place, in the sense of `Dispatch`, are the tokens of its copies: at most one.
     # Sums read `by_token` and `starts` alone; `token` is any tensor.
-    sorted_place, by_place = place.sort(stable=True)
+    sorted_place, by_place = place.sort(stable=True)  # by_place: the copies by their places
     token_of_copy = copy % max(num_tokens, 1)  # each choice lists all tokens
     starts = torch.searchsorted(sorted_place, torch.arange(num_places + 1, device=device))
     num_kept = sorted_place[sorted_place < num_places].shape[0]
@@ -78,7 +78,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     to_places = Dispatch(
         token=place_TK,
         by_token=token_of_copy[by_place][:num_kept],
-        starts=starts[:-1],
+        starts=starts[:-1],  # without the start of dropped copies
         per_token=None,
     )
 

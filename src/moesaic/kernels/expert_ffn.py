@@ -81,7 +81,7 @@ number of rows per token varies; `clamp` is empty for None."""
 def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     """Flatten a call into its tensors and its settings, both in the order of `CALL_SCHEMA`."""
     dispatch = work.dispatch
-    indices: list[Tensor | None] = [None, None, None]
+    indices: list[Tensor | None] = [None, None, None]  # token, by_token and starts
     per_token = 0
     has_unsent = False
     if dispatch is not None:

@@ -63,7 +63,7 @@ def exponents(x: Tensor) -> Tensor:
     # quotient = mantissa * 2**exponent with a mantissa from 0.5: at 0.5 half the power suffices
     mantissa, exponent = torch.frexp(largest / LARGEST)
     is_power = (mantissa == 0.5).int()
-    smallest = (exponent - is_power).clamp(-126, 127)
+    smallest = (exponent - is_power).clamp(-126, 127)  # the exponents of normal float32 numbers
     return smallest.masked_fill(~largest.isfinite(), 128)
 
 

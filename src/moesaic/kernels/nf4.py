@@ -115,7 +115,7 @@ def requantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = quantize(numbers)
     negated_codes, _ = quantize(-numbers)
     is_negated = _restores(negated_codes, -scales, numbers) & ~_restores(codes, scales, numbers)
-    is_negated_byte = is_negated.repeat_interleave(BLOCK // 2, -1)
+    is_negated_byte = is_negated.repeat_interleave(BLOCK // 2, -1)  # two codes in a byte
     codes = torch.where(is_negated_byte, negated_codes, codes)
     return codes, torch.where(is_negated, -scales, scales)
 
@@ -166,6 +166,7 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
     values = scale_values(scales.device)
     mean = scales.mean()
     num_scales = scales.numel()
+    # padded to whole groups
     groups = F.pad((scales - mean).flatten(), (0, -num_scales % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     reciprocals = 1.0 / largest.clamp(min=SMALLEST)

@@ -81,16 +81,18 @@ def sort_by_expert(
         row_tokens = token.index_select(0, order)
 
     if rows_per_token is None:
-        by_token = row_tokens.argsort(stable=True)
+        by_token = row_tokens.argsort(stable=True)  # the rows of each token, token after token
         if has_unsent:
+            # rows from the last end on are those of copies that are not sent
             by_token = by_token.masked_fill(by_token >= ends[-1], -1)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
+        # one past each token's last place in `by_token`
         stops = zeros.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
         # each token starts where the one before it stops, and token 0, if there is one, at 0
         first_token = stops.new_zeros(min(num_tokens, 1))
         starts = stops.roll(1).index_fill(0, first_token, 0)
     else:
-        # the copies are listed by token
+        # copies are listed by token, and so are their rows
         by_token = row_of_copy
         starts = torch.arange(0, num_tokens * rows_per_token, rows_per_token, device=order.device)
     dispatch = Dispatch(

@@ -168,12 +168,12 @@ def _is_faster_as_float32(dtype: torch.dtype, num_rows: int, size: int) -> bool:
     return is_small or not multiplies(dtype)
 
 
-def _num_onednn_rows(rows: Tensor, matrix: torch.Size, second: Tensor, height: int) -> int:
-    """Return how many of the rows oneDNN gets in a float32 product with a matrix of this shape; 0
+def _num_onednn_rows(rows: Tensor, shape: torch.Size, second: Tensor, height: int) -> int:
+    """Return how many of the rows oneDNN gets in a float32 product with a matrix of a shape; 0
     if it is not used.
 
     Args:
-        matrix: the shape of the matrix, or of the sum over rows.
+        shape: that of the matrix, or of the result of a sum over rows.
         second: the product's second operand, which oneDNN gets packed.
         height: number of rows of the result.
     """
@@ -182,12 +182,13 @@ def _num_onednn_rows(rows: Tensor, matrix: torch.Size, second: Tensor, height: i
     if rows.dtype != torch.float32 or not rows.is_cpu:
         return 0
     num_rows = rows.shape[0]
-    is_large = num_rows * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
+    is_large = num_rows * shape.numel() >= FEWEST and min(shape) >= NARROWEST
     if not is_large:
         return 0
+    # the result has too few rows for a copy of the operand to pay
     if height < FEWEST_TO_COPY and not _is_packed(second):
         return 0
-    return num_rows // STEP * STEP
+    return num_rows // STEP * STEP  # the largest multiple, see the module's docstring
 
 
 def _is_packed(matrix: Tensor) -> bool:

@@ -200,7 +200,7 @@ def pieces_of(
     values = values.float()
     if dtype == torch.float16 and values.numel():
         exponent = torch.frexp(values.abs().amax()).exponent
-        even_exponent = exponent + exponent % 2
+        even_exponent = exponent + exponent % 2  # for a power of four
         unit = torch.exp2(even_exponent.float())
         values = values / unit
     pieces = [values.to(dtype)]

@@ -169,7 +169,7 @@ class Capacity(AbstractCapacity):
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return the limit, () int64; see `AbstractCapacity.rows`."""
         needed = requested_E.max()
-        if self.factor is None:
+        if self.factor is None:  # fitted, without an upper limit
             return needed
         # in float64, as `fixed_rows`: limited devices, which lack it, leave it to the CPU
         tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
@@ -221,7 +221,7 @@ def admit(
     """
     if rows is None:
         return alive_N
-    priority = choice.token
+    priority = choice.token  # of each copy; the smallest is admitted first
     if best_weight_T is not None:
         by_score = best_weight_T.argsort(descending=True, stable=True)
         priority_T = torch.empty_like(best_weight_T, dtype=torch.int64)
@@ -232,10 +232,11 @@ def admit(
     queued_expert = choice.expert
     if alive_N is not None:
         queued_expert = queued_expert.masked_fill(~alive_N, num_experts)
-    # the copies of one expert after those of another, first choices first: of copies with the same
-    # slot the priorities, all below `num_turns`, decide
+    # `queue` lists the copies' numbers. First by slot, first choices first: of copies with the same
+    # slot the priorities, all below `num_turns`, decide.
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
     queue = (choice.slot * num_turns + priority).argsort(stable=True)
+    # then by expert, so that each expert's copies follow one another, in that order
     queue = queue[queued_expert[queue].argsort(stable=True)]
     expert_in_queue = queued_expert[queue]
 
@@ -245,7 +246,7 @@ def admit(
     place = torch.arange(len(queue), device=queue.device) - start_E[expert_in_queue]
     if before_KE is not None:
         place = place + _shift(choice, alive_N, before_KE)[queue]
-    is_sent = (place < rows) & (expert_in_queue < num_experts)
+    is_sent = (place < rows) & (expert_in_queue < num_experts)  # in the order of `queue`
     return torch.empty_like(is_sent).scatter_(0, queue, is_sent)
 
 

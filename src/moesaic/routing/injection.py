@@ -191,6 +191,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
+        # 0 without trainable parameters, and in passes beyond the number of the previous step
         weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
             weight = 1 / self._expected_passes
@@ -216,20 +217,24 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """Count a backward pass that has just reached the layer, whose trainable parameters are
         `parameters`."""
         if self._is_new_step(parameters):
+            # as many as the step before had, and 1 in the first step
             self._expected_passes = max(self._passes_of_step, 1)
             self._passes_of_step = 0
+        # a wrapper's parameters are not watched
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             self._watched = parameters
         self._versions = _versions(self._watched)
         self._pass_parameters = parameters
         self._passes_of_step += 1
         self._nodes = []
-        Variable._execution_engine.queue_callback(self._end)
+        Variable._execution_engine.queue_callback(self._end)  # called at the end of the pass
 
     def _is_new_step(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether gradients were cleared or parameters stepped since the last look."""
+        # the layer has other parameters than before, and not those of a wrapper
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             return True
+        # a parameter was changed in place
         if _versions(self._watched) != self._versions:
             return True
         # gradients were cleared if there are none, unless a wrapper holds them elsewhere within a

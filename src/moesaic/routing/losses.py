@@ -114,7 +114,7 @@ class RouterStatistics:
         if earlier_counts_E is not None:
             step_counts_E = step_counts_E + earlier_counts_E
 
-        squares_T = valid.new_zeros(())
+        squares_T = valid.new_zeros(())  # a zero, whose sum is 0
         if with_logsumexp:
             squares_T = scores.logits.logsumexp(-1).square() * valid
         importance_E = None
@@ -154,6 +154,7 @@ class RouterStatistics:
         cells = num_sequences * num_experts
         importance_width = 0 if self.importance_E is None else num_experts
         widths = [cells, cells, num_sequences, importance_width, 1]
+        # of each rank, in the order of `parts`
         counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
 
         # slices of the same sequences are added up: neighbouring ranks hold those of one batch

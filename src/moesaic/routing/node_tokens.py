@@ -117,8 +117,8 @@ def find_node_tokens(
         num_chunks: number of chunks of the program.
         grid: the mesh.
     """
-    tokens = max(num_tokens, 1)
-    place_of_ep = expert // (num_experts // grid.ep)
+    tokens = max(num_tokens, 1)  # of the tables, which are not empty then
+    place_of_ep = expert // (num_experts // grid.ep)  # `grid.ep`, one too many, for unsent copies
     place_and_chunk = place_of_ep * num_chunks
     if num_chunks > 1:
         place_and_chunk = place_and_chunk + _chunk_of(expert, num_experts, num_chunks)
@@ -130,6 +130,7 @@ def find_node_tokens(
     stops = is_stop[:num_cells].view(grid.ep, num_chunks, tokens)
 
     number_of_stop = _numbered(stops).flatten()
+    # unsent copies read the last cell
     copy_index = number_of_stop.index_select(0, cell.clamp_max(num_cells - 1)).int().unsqueeze(1)
     stop_counts = stops.sum(2)
     if len(grid.cast_levels) == 1:  # no level of nodes
@@ -150,10 +151,11 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
     """
     if number is None or is_there.device.type == "cpu":
         return is_there.nonzero().squeeze(1)
-    # each True index is written to its rank; the False ones go to an extra entry, which is cut off
-    rank = torch.where(is_there, is_there.cumsum(0) - 1, number)
-    index = torch.arange(len(is_there), device=rank.device)
-    return rank.new_empty(number + 1).scatter_(0, rank, index)[:number]
+    # a True index goes to the number of those before it; the False ones go to an extra entry, which
+    # is cut off
+    position = torch.where(is_there, is_there.cumsum(0) - 1, number)
+    index = torch.arange(len(is_there), device=position.device)
+    return position.new_empty(number + 1).scatter_(0, position, index)[:number]
 
 
 def _numbered(table: Tensor) -> Tensor:

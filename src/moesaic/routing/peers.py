@@ -232,12 +232,13 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
         rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank;
             None for no limit.
     """
-    if rows is None:
+    if rows is None:  # all copies
         has_one_slot = counts_PKE.shape[1] == 1
         return counts_PKE.squeeze(1) if has_one_slot else counts_PKE.sum(1)
     is_by_rank = rows.dim() == 1
     if is_by_rank:
         return torch.minimum(counts_PKE.sum(1), rows.unsqueeze(1))
+    # in one queue, what is left for a rank's copies of a choice behind those before them
     room = (rows - places_before(counts_PKE)).clamp_min(0)
     return torch.minimum(room, counts_PKE).sum(1)
 
@@ -381,7 +382,7 @@ class Peers:
             token.index_select(0, order), expert.index_select(0, order), num_tokens
         )
         num_missing = len(padding) - node_tokens.counts.numel()
-        if num_missing < 0:
+        if num_missing < 0:  # more chunks than `CHUNKS`, whose counts are exchanged separately
             return padding
         self._node_tokens = (choice, node_tokens)
         return F.pad(node_tokens.counts.flatten().double(), (0, num_missing))
@@ -457,6 +458,7 @@ class Peers:
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks
         announce the same length."""
+        # as long as the previous message: a mark, the new length, zeros, and the digest at the end
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
         head[0] = ANNOUNCES
         head[1] = len(message)
@@ -507,7 +509,8 @@ class Peers:
         if not any(differs):
             return
         if together:
-            # by name of a setting, what to do if ranks have different values
+            # the settings may differ, which is raised here; `advice` says by name of a setting what
+            # to do about it
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
         # their settings are the same, so that the plans differ; without a comparison either may

@@ -61,7 +61,7 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
         for index, router in enumerate(routers):
             recorded = _recorded(router, index, experts)
             router.recorded = recorded
-            # a method, to the type checker
+            # hides the method of the class until `finally`; by `setattr` for the type checker
             setattr(router, "choose", _chooser(recorded))  # noqa: B010
         yield
     finally:

@@ -177,12 +177,13 @@ def _scored(
     fused = fused_of(router, top_k, losses)
     if fused is None:
         return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
-    given = None
+    given = None  # an earlier choice to use again: of a record, or of a replayed trace
     if replay is not None:
         given = replay.choice
     elif router.recorded is not None:
         given = router.recorded(len(x_TD), top_k, x_TD.device)
-    if given is not None and given.sent is not None:  # the operation holds no copy back
+    # the one operation sends every copy, so that it cannot use a choice that holds some back
+    if given is not None and given.sent is not None:
         return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
     return choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
 
@@ -229,8 +230,8 @@ def route_chosen(
     return Routed(routing, record, None)
 
 
-def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Return the tokens with padding, which may hold NaN, set to zero."""
+def _padding_zeroed(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Return all tokens, (tokens, dim), with padding, which may hold NaN, set to zero."""
     return x_TD if valid_T is None else x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
@@ -290,21 +291,25 @@ class _Scored(NamedTuple):
     """The tokens of a call with their experts chosen and weighed, before capacity."""
 
     choice: Choice
+    """The N chosen copies."""
     weight_N: Tensor
-    """(N,), differentiable."""
+    """(N,), differentiable: the routing weight of each copy."""
     alive_N: Tensor | None
     """(N,) bool: the copies that are neither padding nor held back by the router; None for all
     copies."""
     counted: _Counted
+    """This rank's numbers of copies and tokens."""
     sums: RouterStatistics | None
     """This rank's statistics, from which the losses are computed; None without losses, or if
     `values` has them already."""
     logits: Tensor | None
+    """(T, E), differentiable; None if the experts were chosen outside the router."""
     values: list[Tensor] | None = None
-    """The losses, differentiable."""
+    """The losses, () each, differentiable; None without losses, or if `sums` has what they read."""
     earlier: Tensor | None = None
     """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     noise: Tensor | None = None
+    """The random numbers from the router's `draw`; None if it uses none."""
     is_fused: bool = False
     """Whether one operation chose and weighed; `sums` then has what the losses of `_fused_sum`
     read."""
@@ -342,16 +347,17 @@ def choose_at_once(
     """Score, choose and weigh in one operation.
 
     Args:
-        fused: the router.
+        fused: the router as one operation.
         x_TD: (tokens, dim).
         losses: those that `_fused_sum` knows.
         valid_T: as in `TokenInfo`.
         given: an earlier choice to use again; None to choose.
-        reduced: whether the losses follow from this rank's tokens alone.
+        reduced: whether the losses follow from this rank's tokens alone; else the result has sums
+            for the ranks to exchange.
     """
-    logits = fused.logits(_without_padding(x_TD, valid_T))
-    fields = [_fused_sum(loss) for loss in losses]
-    # statistics that ranks exchange always have the probabilities
+    logits = fused.logits(_padding_zeroed(x_TD, valid_T))
+    fields = [_fused_sum(loss) for loss in losses]  # "balance" or "z"
+    # statistics that ranks exchange always have the probabilities, whichever losses there are
     exchanges = bool(losses) and not reduced
     wanted = WantedSums(balance="balance" in fields or exchanges, z="z" in fields, reduced=reduced)
     expert = None if given is None else given.expert
@@ -396,14 +402,14 @@ def _choose_in_steps(
     replay: RoutingRecord | None,
 ) -> _Scored:
     """Score, choose and weigh by the router's own methods."""
-    x = _without_padding(x_TD, batch.valid_T)
+    x_TD = _padding_zeroed(x_TD, batch.valid_T)
     if replay is not None:
         noise = replay.noise
     elif batch.noise is not None:
         noise = batch.noise
     else:
-        noise = router.draw(len(x), x.device)
-    scores = _scores(router, x, noise, batch.token_ids)
+        noise = router.draw(len(x_TD), x_TD.device)
+    scores = _scores(router, x_TD, noise, batch.token_ids)
     if replay is not None:
         choice = replay.choice
     else:
@@ -412,7 +418,7 @@ def _choose_in_steps(
 
     alive_N = _alive(choice, batch.valid_T)
     counted = _Counted.of(
-        choice, weight_N.detach(), alive_N, batch.valid_T, len(x), router.num_experts
+        choice, weight_N.detach(), alive_N, batch.valid_T, len(x_TD), router.num_experts
     )
     earlier = _earlier_counts(batch, counted) if replay is None else replay.earlier_counts
     sums = _sums(
@@ -460,8 +466,8 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     choice = scored.choice
     requested, nonfinite, num_valid = scored.counted
     gathered = None
-    before_KE = None
-    rows = None  # the most that an expert takes
+    before_KE = None  # where this rank's copies of each choice start in the queues of all ranks
+    rows = None  # the most that an expert takes; None for no limit
     by_rank = None
     if rules.peers is None:
         rows = capacity.rows(requested, num_valid, top_k)
@@ -469,25 +475,26 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
         gathered = _exchanged(rules, scored, rules.peers)
         place = rules.peers.place  # this rank among the peers
         own_requested = requested
+        # from here on of all ranks: sums over ranks, and of copies over choices too
         requested = gathered.counts.sum((0, 1))
         num_valid = gathered.valid.sum()
         nonfinite = gathered.nonfinite.sum()
-        if capacity.spans_mesh:
+        if capacity.spans_mesh:  # one limit for the copies of all ranks together
             rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[place]
-        elif not capacity.never_drops:
+        elif not capacity.never_drops:  # a limit of this rank's own
             rows = capacity.rows(own_requested, _limiting_tokens(gathered, capacity)[place], top_k)
         by_rank = _by_rank(gathered, capacity, top_k)
         gathered.sent = by_rank
 
-    best_T = None
+    best_weight_T = None  # of each token; None to admit by position
     if capacity.admits_by_score and rows is not None:
-        best_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
+        best_weight_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
     sent = admit(
         choice,
         scored.alive_N,
         rows=rows,
-        best_weight_T=best_T,
+        best_weight_T=best_weight_T,
         num_experts=rules.num_experts,
         before_KE=before_KE,
     )
@@ -509,10 +516,11 @@ def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
     """Exchange the counts and sums of this rank's copies with the peers."""
     requested, nonfinite, num_valid = scored.counted
     num_experts = rules.num_experts
-    # only a queue of all ranks' copies depends on the order of choices
+    # counts of each choice are needed only for queues of all ranks' copies; else K is 1
     counts_KE = requested.unsqueeze(0)
     if rules.capacity.spans_mesh and rules.top_k > 1:
-        cell = scored.choice.slot * num_experts + scored.choice.expert  # (choice, expert)
+        # a number for each pair of choice (0 for first choices) and expert
+        cell = scored.choice.slot * num_experts + scored.choice.expert
         counts = count(cell, scored.alive_N, rules.top_k * num_experts)
         counts_KE = counts.view(rules.top_k, num_experts)
     extras = peers.extras(
@@ -542,17 +550,17 @@ def _by_rank(gathered: Gathered, capacity: AbstractCapacity, top_k: int) -> Tens
     """Return the copies that each rank sends to each expert, (P, E) int64."""
     counts_PKE = gathered.counts
     if capacity.never_drops:
-        return kept_copies(counts_PKE, None)
-    if capacity.spans_mesh:
+        return kept_copies(counts_PKE, rows=None)
+    if capacity.spans_mesh:  # one limit for the copies of all ranks together
         rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
         return kept_copies(counts_PKE, rows)
 
-    limits = []
+    limits = []  # () each, one for every rank; empty if the capacity sets none
     for counts_E, num_tokens in zip(counts_PKE.sum(1), _limiting_tokens(gathered, capacity)):
         rows = capacity.rows(counts_E, num_tokens, top_k)
         if rows is not None:
             limits.append(rows)
-    return kept_copies(counts_PKE, torch.stack(limits) if limits else None)
+    return kept_copies(counts_PKE, rows=torch.stack(limits) if limits else None)
 
 
 def _routing(
@@ -575,7 +583,7 @@ def _routing(
     token = choice.token
     expert = choice.expert
     weight = weight_N
-    # a CPU removes copies that are not sent; elsewhere they stay, with expert number E
+    # a CPU removes copies that are not sent; elsewhere they stay, marked by expert number E
     has_unsent = sent is not None and expert.device.type != "cpu"
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
@@ -588,10 +596,12 @@ def _routing(
     if record.capacity is None and (sent is None or record.by_rank is not None):
         counts = record.requested  # of all ranks: nothing is dropped
     elif record.by_rank is not None:
-        counts = record.by_rank.sum(0)
+        counts = record.by_rank.sum(0)  # of all ranks: what each sends
     else:
-        # without the last, of copies that are not sent
+        # on one rank, without the last count, of copies that are not sent
         counts = count(expert, alive_N=None, num_experts=num_experts + 1)[:num_experts]
+    # copies that were removed leave tokens with different numbers of rows
+    rows_per_token = choice.per_token if sent is None or has_unsent else None
     return Routing(
         token=token,
         expert=expert,
@@ -603,7 +613,7 @@ def _routing(
         num_valid=record.num_valid,
         nonfinite=record.nonfinite,
         capacity=record.capacity,
-        rows_per_token=choice.per_token if sent is None or has_unsent else None,
+        rows_per_token=rows_per_token,
         has_unsent=has_unsent,
         logits=logits,
         losses=losses,
@@ -654,8 +664,8 @@ def _sums(
 
 
 def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
-    """Return the product of factors and sums over all ranks' tokens, (n,) each, differentiable in
-    this rank's part of the sums, `own`."""
+    """Return the dot product of `factors` and `total`, the sums over all ranks' tokens, (n,) each;
+    differentiable in `own`, this rank's part of the sums, n numbers of any shape."""
     shape = own.shape
 
     def forward(_: Tensor) -> Tensor:
@@ -673,19 +683,19 @@ def _values_over_ranks(
     """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum
     over the tokens."""
     dtype = own.logsumexp_squared.dtype
-    probs, squares = gathered.totals(dtype)
+    probs, squares = gathered.totals(dtype)  # of all ranks, (E,) and (1,)
     top_k = record.choice.per_token or 1  # a fused choice has equally many copies of each token
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            # the number of tokens is read from `num_valid`
+            # num_tokens=None: the number of tokens is read from `num_valid`
             slope = balance_slope(
                 record.requested, record.num_valid, top_k, num_tokens=None, dtype=dtype
             )
             values.append(_linear(own.probs_GE, probs, slope))
         else:  # the mean of the squares
-            share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)
-            values.append(_linear(own.logsumexp_squared, squares, share))
+            token_share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)
+            values.append(_linear(own.logsumexp_squared, squares, token_share))
     return values
 
 

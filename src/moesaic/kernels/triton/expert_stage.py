@@ -193,7 +193,7 @@ def backward(
             bias_sums, _ = bias_grad(d_pre, ends)
             d_up_bias = bias_sums.view(work.up_bias.shape)
     else:
-        d_down_bias = None
+        d_down_bias = None  # it was a by-product of the routing weights' gradient
 
     d_x = None
     if wanted.x:
@@ -224,7 +224,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     N)."""
     transposed = w.stride(2) != 1 and w.stride(1) == 1  # a view of matrices as `nn.Linear` has them
     shape = Shape(
-        product="down",
+        product="down",  # any product of rows takes a tile of this one
         rows=len(x),
         num_experts=len(ends),
         columns=w.shape[2],
@@ -242,7 +242,7 @@ def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     N, K)."""
     per_expert = max(1, len(x) // max(1, len(ends)))
     shape = Shape(
-        product="weight_grad",
+        product="weight_grad",  # any outer product takes a tile of this one
         rows=len(x),
         num_experts=len(ends),
         columns=x.shape[1],

@@ -180,6 +180,7 @@ def _operands(
     x: Tensor, w: Tensor, tile: Tile, *, transposed: bool, gathered: bool
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, dict[str, Any]]:
     """Return the rows and the matrices as the kernel loads them, and the constants that say how."""
+    # None: gathered rows are loaded by pointers
     rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), None if gathered else tile)
     is_stacked = w.ndim == 4
     # a load fetches a tile of one expert's matrix, or of all matrices side by side
@@ -220,7 +221,8 @@ def _grouped_kernel(
     FORM: tl.constexpr,
 ) -> None:
     """Compute tiles of the product and give each to EPILOGUE; see `run_grouped`. A program has one
-    tile, or if persistent every `num_programs`-th."""
+    tile, or if persistent every `num_programs`-th. `capacity` is the most tiles of rows that the
+    schedule can have."""
     BLOCK_R: tl.constexpr = FORM.block_r
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -342,7 +344,8 @@ def matrix_tile(
     parts side by side; elements beyond the matrix are zero.
 
     The matrix is stored (parts, columns, depth), (columns, depth) or (depth, columns); see `Form`.
-    A descriptor checks the bounds itself.
+    `stride_w` lies between the rows of a stored matrix, `stride_part` between parts,
+    `stride_expert` between experts. A descriptor checks the bounds itself.
     """
     WIDTH: tl.constexpr = FORM.parts * FORM.block_n
     # column n of the tile is column n % block_n of part n // block_n
@@ -379,7 +382,8 @@ def store_rows(
     tensors: Stored,
     FORM: tl.constexpr,
 ) -> None:
-    """Store a tile of the product, each row in its place of the result."""
+    """Store `total`, a tile of the product of `columns` columns, each row in its place of the
+    result."""
     column = column_tile * FORM.block_n + tl.arange(0, FORM.block_n)
     out_row = rows.row
     if tensors.places is not None:

@@ -104,6 +104,7 @@ def _launch_outer(
     # if gathered, half of the stages load row numbers ahead of the rows
     is_gathered = p_token is not None or q_token is not None
     num_stages = 2 * tile.stages - 1 if is_gathered else tile.stages
+    # None: a gathered side is loaded by pointers
     p_steps, p_by_descriptor = as_operand(
         p, (tile.depth, tile.rows), tile if p_token is None else None
     )
@@ -194,7 +195,8 @@ def _outer_kernel(
     FORM: tl.constexpr,
 ) -> None:
     """Compute tiles of the experts' products `p.T @ q`, (height, width) each. A program has one
-    tile, or if persistent every `num_programs`-th."""
+    tile, or if persistent every `num_programs`-th. `p_steps` and `q_steps` are descriptors, None to
+    load by pointers."""
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     GROUP: tl.constexpr = FORM.group
@@ -210,6 +212,7 @@ def _outer_kernel(
         first_k = width_tile * BLOCK_K
 
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        # the steps before this row are full
         whole_steps_end = start + (end - start) // FORM.block_r * FORM.block_r
         left = Side(p, p_steps, p_token, first_n, height)
         right = Side(q, q_steps, q_token, first_k, width)

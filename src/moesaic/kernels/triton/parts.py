@@ -253,7 +253,8 @@ def _schedule_kernel(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Write the entries of WIDTH tiles, and in the first program the number of tiles."""
+    """Write the entries of WIDTH tiles of a schedule, and in the first program the number of tiles;
+    `row_tiles` says in which form."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(ends + expert, mask=expert < num_experts, other=0)
     start = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)

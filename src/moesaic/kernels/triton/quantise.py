@@ -172,7 +172,7 @@ def _fp8_encode_kernel(
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Encode BLOCKS blocks of a row, of WIDTH columns with a scale each."""
+    """Encode BLOCKS of a row's `blocks` blocks, of WIDTH columns with a scale each."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -199,8 +199,8 @@ def _decode_kernel(
     LIMIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Multiply codes by their scales: int8 with a scale per row if PER_SCALE is 0, else float8 with
-    PER_SCALE codes a scale."""
+    """Multiply CHUNK codes of a row by their scales: int8 with a scale per row if PER_SCALE is 0,
+    else float8 with PER_SCALE codes a scale, of which a row has `blocks`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     code = tl.load(codes + row * dim + column, mask=column < dim, other=0)

@@ -51,9 +51,11 @@ def _factory_at(place: str) -> Callable[..., Any]:
 def options_of(make: RouterFactory) -> dict[str, Any]:
     """Return the options of a router in `ROUTERS` or `ON_MESH`, each with its default."""
     assert isinstance(make, partial)  # of `_build`
-    (place,) = make.args
-    no_options = {"device", "dtype", *make.keywords}  # the last are set by the router's name
+    (place,) = make.args  # as for `_factory_at`
+    # arguments that are no options; those of `make` itself are set by the router's name
+    no_options = {"device", "dtype", *make.keywords}
     options = {}
+    # options are arguments by keyword only
     for parameter in signature(_factory_at(place)).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in no_options:
             options[parameter.name] = parameter.default

@@ -56,6 +56,7 @@ class BalancedAssignment(LinearRouter):
         """Choose one expert for each token; in training so that all experts get equally many."""
         experts_T1 = top_k_indices(scores.rank_by, 1)
         if self.training:
+            # `tokens`, on the host: those that are not padding
             if valid_T is None:
                 tokens = torch.arange(len(experts_T1))
             else:

@@ -67,18 +67,20 @@ class GShardTop2(LinearRouter):
         grows with its weight."""
         first = top_k_indices(scores.rank_by, 1)
         rank_by = scores.rank_by
-        numbers = torch.finfo(rank_by.dtype)
+        float_range = torch.finfo(rank_by.dtype)
         if noise is not None and self.second == "sampled":
             # the largest of logits plus Gumbel noise, -log(-log(uniform)), is a sample
-            uniform = noise.to(rank_by.dtype).clamp_min(numbers.tiny)
+            uniform = noise.to(rank_by.dtype).clamp_min(float_range.tiny)
             rank_by = rank_by - torch.log(-torch.log(uniform))
-        # the first is below all others
-        rank_by = rank_by.clamp_min(numbers.min).scatter(1, first, float("-inf"))
+        # the first expert gets -inf, and all others at least the lowest finite number: it is not
+        # chosen again
+        rank_by = rank_by.clamp_min(float_range.min).scatter(1, first, float("-inf"))
         second = top_k_indices(rank_by, 1)
         choice = token_choice(torch.cat([first, second], dim=1))
         if noise is None or self.second == "sampled":
             return choice
 
+        # "random_dispatch": the second best, which is sent with probability min(1, 2 * g2)
         gates_T2 = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)
         second_gate = gates_T2[:, 1]
         sent_T2 = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)

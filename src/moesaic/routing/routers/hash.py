@@ -66,7 +66,7 @@ class Hash(AbstractRouter):
                 "the hash router reads token ids: call the layer as moe(x, token_ids=ids)"
             )
         order_TE = self.table[token_ids % len(self.table)].long()
-        # bfloat16 has no whole numbers between 256 and 258, so experts would tie
+        # in float32: bfloat16 has no whole numbers between 256 and 258, so experts would tie
         rank_by = torch.zeros_like(order_TE, dtype=torch.float32)
         # the first expert of a row gets E, the second E - 1, and the last 1
         ranks_E = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=torch.float32)

@@ -119,6 +119,7 @@ class TopologyRouter(LimitedRouter):
             )
         levels = tuple(self._levels_on(grid))
         table = experts_inside(grid, levels, self.num_experts)
+        # what is inside at a level must be inside at the level before, which is wider
         for level, inside_before, inside in zip(levels[1:], table, table[1:]):
             if (inside & ~inside_before).any():
                 raise InputError(
@@ -141,6 +142,7 @@ class TopologyRouter(LimitedRouter):
     def check_fits(self, top_k: int) -> None:
         """Refuse more experts a token than the smallest group has."""
         super().check_fits(top_k)
+        # over all levels and origins
         fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:
             raise InputError(
@@ -161,9 +163,11 @@ class TopologyRouter(LimitedRouter):
         origin_T = token * num_origins // max(num_tokens, 1)
         is_routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
         self.inside = self.inside.to(rank_by.device)
+        # of each origin, padding excluded
         copies = torch.zeros(num_origins, dtype=torch.int64, device=rank_by.device)
         copies.scatter_add_(0, origin_T, is_routed_T.long() * top_k)
 
+        # for each level the three steps of the module's docstring
         for level, inside in zip(self.levels, self.inside):
             is_inside_TE = inside[origin_T]
             best_TK = top_k_indices(rank_by, top_k)
@@ -196,9 +200,10 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
 
     num_entries = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
     first = num_entries.cumsum(0) - num_entries
-    rank = torch.arange(len(order), device=order.device) - first[sorted_origin]
+    # of each entry among those of its origin, the highest at 0
+    position = torch.arange(len(order), device=order.device) - first[sorted_origin]
     is_taken = torch.zeros_like(origin, dtype=torch.bool)
-    is_taken[order] = rank < limit[sorted_origin]
+    is_taken[order] = position < limit[sorted_origin]
     return is_taken.view_as(among_TK) & among_TK
 
 
@@ -226,7 +231,7 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
                 f"give one for each of {grid.world}"
             )
         for origin in range(grid.dp):
-            senders = range(origin * grid.tp, (origin + 1) * grid.tp)
+            senders = range(origin * grid.tp, (origin + 1) * grid.tp)  # the ranks of the origin
             is_inside = np.ones(grid.ep, dtype=bool)
             for place in range(grid.ep):
                 is_inside[place] = all(_is_inside(grid, level, sender, place) for sender in senders)

@@ -412,7 +412,7 @@ def _choose_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Choose experts for every `num_programs`-th tile of rows, and store these tiles' sums."""
+    """Choose experts for every `num_programs`-th tile, or take `given` ones; store their sums."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     SLOTS: tl.constexpr = FORM.slots
@@ -628,7 +628,7 @@ def _choose_backward_kernel(
     probabilities, log_sum = _softmax(x, inside)
     gates = _sigmoid(x, inside) if FORM.by_sigmoid else probabilities
     d_gates = tl.zeros((ROWS, COLUMNS), tl.float32)
-    direct = tl.zeros((ROWS, COLUMNS), tl.float32)
+    direct = tl.zeros((ROWS, COLUMNS), tl.float32)  # at first without what the scores pass on
     if d_balance is not None:
         is_expert = column < num_experts
         if FORM.reduced:

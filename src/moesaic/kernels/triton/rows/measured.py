@@ -75,6 +75,7 @@ def tile_for(shape: Shape, device: TileDevice) -> Tile:
 def _parsed(key: str) -> tuple[tuple[str, ...], Sizes]:
     """Return the kind of a bucket, and its rows per expert, columns and depth, from its key."""
     product, rows, columns, depth, *kind = key.split("-")
+    # sizes of at least 1, which have logarithms
     return (product, *kind), (int(rows), max(1, int(columns)), max(1, int(depth)))
 
 

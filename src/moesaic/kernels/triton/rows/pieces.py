@@ -81,4 +81,5 @@ def _pieces_kernel(
             if ORDER[position] == number:
                 tl.store(pieces + out_place + step * position, piece, mask=inside)
         rest = rest - piece.to(tl.float32)
-        rest = tl.where(rest != rest, 0.0, rest)  # infinite and NaN values are those of the first
+        # NaN, left by an infinite or NaN value, which the first piece has: 0 in the further pieces
+        rest = tl.where(rest != rest, 0.0, rest)

@@ -85,7 +85,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
-    """Count each expert's copies in one block."""
+    """Count each expert's copies in one block, into `counts`, (experts, blocks)."""
     block = tl.program_id(0)
     copy = block * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
@@ -99,7 +99,7 @@ def _scan_kernel(
     counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr
 ) -> None:
     """Replace an expert's count in each block by the number of its copies in earlier blocks; write
-    the expert's total."""
+    the expert's total. A program has one expert, a row of `counts`."""
     to_counts = counts + tl.program_id(0) * blocks
     total = 0
     for first in range(0, blocks, SCANNED):

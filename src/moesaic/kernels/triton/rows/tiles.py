@@ -100,7 +100,7 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     Persistent programs overlap a tile's epilogue with loads of the next tile, so their result needs
     memory of its own.
     """
-    columns = tile.columns * (2 if shape.is_doubled else 1)
+    columns = tile.columns * (2 if shape.is_doubled else 1)  # of both matrices
     stage_bytes = (tile.rows + columns) * tile.depth * shape.itemsize
     result_bytes = 0
     if tile.programs:
