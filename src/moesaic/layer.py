@@ -505,6 +505,7 @@ class MoE(InjectsLosses, RoutingCached):
             )
         for name in ("capacity", "eval_capacity"):
             capacity = getattr(self, name)
+            # no capacity of its own, no token dropped, or one limit for the copies of all ranks
             if capacity is None or capacity.never_drops or capacity.spans_mesh:
                 continue
             if capacity.is_padded or mesh.grid.tp > 1:
