@@ -78,7 +78,9 @@ class Giving:
     @property
     def replicated(self) -> Replications:
         """The replications at the start and those since."""
-        given = np.array(self._given, dtype=np.int64).reshape(-1, 4)
+        given = np.array(self._given, dtype=np.int64).reshape(
+            -1, 4
+        )  # origin, expert, helper, amount
         return self._initial.joined(Replications(*given.T))
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:

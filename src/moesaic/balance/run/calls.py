@@ -141,7 +141,7 @@ class BalancedCalls(AbstractCallPolicy):
 
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
         """Keep the decision of a call for its recomputation and for `take`."""
-        # the class's `moved` instead, since the decision's own keeps the loads alive
+        # for the recomputation with the class's `moved`, since the decision's own keeps loads alive
         self._decided_by_call[record.by_rank] = replace(decision, moved=CallDecision.moved)
         if self._moves is not None:
             self._moves.note_others(decision)
@@ -175,6 +175,7 @@ class BalancedCalls(AbstractCallPolicy):
             copies: (world, num_experts) int64: copies of each origin for each expert.
             units: hidden units of one shard of an expert.
         """
+        # no policy with a choice, or a recomputation
         if self._chooser is None or self._moves is None or record.by_rank in self._decided_by_call:
             return
         decision = self._chooser.choose(self._load(copies, units))
@@ -220,14 +221,14 @@ class MoveArbiter:
             self._tried = None
             saved = saved_seconds(move, self._costs, dim)
             self._share = 1 - saved / alone_seconds if alone_seconds else 1.0
-        if self._share is None or self._calls >= AGAIN:
+        if self._share is None or self._calls >= AGAIN:  # to find out what moving takes
             self._calls = 0
             return True
         moving = self._share
         clearly = 1 - MARGIN
-        if self._moves:
+        if self._moves:  # goes on if it is no loss and the other option is not clearly faster
             self._moves = moving < 1 and not self._other < clearly * moving
-        else:
+        else:  # begins again if it is clearly faster than the other option
             self._moves = moving < clearly * self._other
         return self._moves
 
@@ -276,6 +277,7 @@ def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
     intra_saved = unmoved.intra - moved.intra
     inter_saved = unmoved.inter - moved.inter
     rows_per_gbps = intra_saved / costs.intra_gbps + inter_saved / costs.inter_gbps
+    # 1e9 bits a second are one gbps
     return row_bits * rows_per_gbps / 1e9 / move.before.ranks
 
 

@@ -198,7 +198,7 @@ def carry_slots(
     for slot, expert in enumerate(after):
         source, source_index = holders[old_slot[expert]]
         target, target_index = holders[slot]
-        if (source, source_index) == (target, target_index):
+        if (source, source_index) == (target, target_index):  # it stays
             continue
         if source == rank:
             packed = _packed(expert_slots.slots[source_index], device)
@@ -213,7 +213,7 @@ def carry_slots(
             num_bytes = len(indices) * expert_slots.slot_bytes
             buffers[peer] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     arrived = dict(buffers)
-    if rank in messages:
+    if rank in messages:  # slots that change on this rank are not sent
         arrived[rank] = messages.pop(rank)
     transport.wait(transport.issue(Transfer(rank, tag, sends=messages, receives=buffers)))
     for peer, indices in arriving.items():
@@ -238,6 +238,7 @@ def _holders(
     for other in grid.group(rank, ("edp", "ep")):
         edp = grid.coordinate(other, "edp")
         if edp // shards == run:
+            # by position within the run, and place of ep
             rank_at[edp % shards, grid.coordinate(other, "ep")] = other
 
     per_rank = -(-per_place // shards)  # rounded up

@@ -219,8 +219,10 @@ class _MovedCall:
         x_TD = self.call.x_TD
         mask = self.call.mask
         token_ids = self.call.token_ids
+        # among the tokens that this rank routed, those of its own samples: all of its slice or, if
+        # it routed the tokens of its whole group, its share of them
         own = slice(0, self.num_tokens)
-        if self.num_tokens == len(x_TD):  # this rank routed tokens of its whole group
+        if self.num_tokens == len(x_TD):
             own = move.tokens(len(x_TD))
 
         token = self.copies.token

@@ -214,7 +214,7 @@ class RunSlices(torch.autograd.Function):
         ctx.num_inputs = 2 + len(weights)
         ctx.states = states
         ctx.layouts = layouts
-        ctx.tags = sliced_run.take_tags()
+        ctx.tags = sliced_run.take_tags()  # of the backward pass, which runs slices again
         return total.to(x.dtype)
 
     @staticmethod

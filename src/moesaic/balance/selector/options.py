@@ -54,7 +54,8 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
     """
     alone = replace(plan, replication=NO_REPLICATION)
     plans = {ALONE: alone, REPLICATED: plan}
-    for r in range(grid.etp):  # r shards that a token visits; 0: weights travel to the tokens
+    # r: shards that a token visits, fewer than all; 0: weights travel to the tokens
+    for r in range(grid.etp):
         divides = r == 0 or grid.etp % r == 0
         if divides and r != plan.gather_weights:
             plans[f"r={r}"] = replace(alone, gather_weights=r)
@@ -171,6 +172,7 @@ class Weigher:
 
     def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...]:
         """Return the replications of a recipe in a call, within each replica of the experts."""
+        # no pair reaches a threshold of 1
         thresholds = recipe.least or (1.0,) * len(replicas)
         return tuple(
             recipe.table(replica, least, self._at_most)
@@ -186,6 +188,7 @@ class Weigher:
             work_of(replica, table, plan.chunks) for replica, table in zip(replicas, replicated)
         ]
         r = plan.gather_weights
+        # the program has no r of its own
         if r is None or r == self._plans[ALONE].gather_weights:
             return works
         return [gathered_work(replica, work, r) for replica, work in zip(replicas, works)]
@@ -202,12 +205,12 @@ class Weigher:
         options = [alone]
         other_plans = list(self._plans.items())[1:]
         for program, plan in other_plans:
-            if plan.replicates:
+            if plan.replicates:  # an option for each policy's table
                 options += [
                     self._option(program, recipe, replicated, works)
                     for recipe, replicated, works in tables
                 ]
-            else:
+            else:  # without a table
                 works = self.works(program, replicas, alone.replicated)
                 options.append(self._option(program, Recipe(), alone.replicated, works))
         return options
@@ -407,7 +410,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     shards = replica.origins.shape[1]
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
-    own_copies = replica.load.copies[replica.origins].sum(2)
+    own_copies = replica.load.copies[replica.origins].sum(2)  # (ep, ranks of a place)
 
     # between places: every place sends all its shards to each other place
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
