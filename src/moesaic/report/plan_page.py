@@ -128,7 +128,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
         return Picture(name, text, step_gantt(all_bars))
 
     drawn = 1 + max(span.operation.micro_batch for span in answer.stages.spans)
-    count = answer.result.best.split.of(answer.job).accumulation
+    count = answer.result.best.split.of(answer.job).accumulation  # of the job as the plan cuts it
     text = (
         f"The first {drawn} micro-batches of {count}: each stage computes a forward or a backward "
         "pass, and waits in between for the messages of its neighbours. Drag to zoom in."
@@ -179,6 +179,7 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     best = answer.result.best
     speed = answer.speed
     low, high = speed.interval  # of tokens per second
+    # the step takes longest at the lowest speed
     slow = _time(best.seconds * speed.tokens_per_second / low)
     fast = _time(best.seconds * speed.tokens_per_second / high)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))

@@ -78,9 +78,8 @@ class Giving:
     @property
     def replicated(self) -> Replications:
         """The replications at the start and those since."""
-        given = np.array(self._given, dtype=np.int64).reshape(
-            -1, 4
-        )  # origin, expert, helper, amount
+        # (replications, 4): origin, expert, helper, amount
+        given = np.array(self._given, dtype=np.int64).reshape(-1, 4)
         return self._initial.joined(Replications(*given.T))
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
