@@ -481,6 +481,7 @@ class Weighed(TwoStage):
         intra, inter = load.rows
         intra_time, inter_time = self.rates
         cost = weight * intra_time * intra + (1 - weight) * inter_time * inter
+        # as integers up to `_UNITS`
         largest = np.abs(cost).max() or 1.0  # 1 if all costs are 0
         units = np.rint(cost * (_UNITS / largest)).astype(np.int64)
 

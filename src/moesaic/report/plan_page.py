@@ -286,6 +286,7 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     # a product does 2 * rows operations with each weight that it reads
     by_memory = 2 * rows * rates.memory / layer.element_bytes
     bound = np.minimum(by_memory, rates.grouped_flops) / 1e12
+    # colours of runs: grey for the bound, blue for what is reached, orange for the data sheet
     chart.add_trace(
         line("memory and the best rate", rows.tolist(), bound.tolist(), run_colour(6), width=1.2)
     )

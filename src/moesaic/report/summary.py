@@ -342,6 +342,7 @@ def damage_as_input_error(folder: Path) -> Iterator[None]:
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        # the message of the error is put on one line and cut to 100 characters
         raise InputError(
             f"{folder}: metrics.jsonl or config.json holds a value that no run writes "
             f"({' '.join(str(error).split()):.100}): take them from a backup, or leave this run "

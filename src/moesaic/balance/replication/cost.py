@@ -56,7 +56,7 @@ def seconds_per_byte(
             there are more nodes; the slower end counts. () if they are equal.
     """
     links = np.array(node_links or (1.0,))
-    link = links[node % len(links)]
+    link = links[node % len(links)]  # of each place's node
     between = rates.inter_gbps * np.minimum(link[:, None], link[None, :])
     is_inside = node[:, None] == node[None, :]
     gbps = np.where(is_inside, rates.intra_gbps, between)

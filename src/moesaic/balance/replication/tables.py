@@ -167,6 +167,7 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
     # in ascending order, the last one before those that are shadowed
     index = len(copies) - len(shadowed) - 1
     hottest_other = int(np.partition(copies, index)[index]) if index >= 0 else 0
+    # at most the coldest one, which must reach the threshold
     return (coldest + min(hottest_other, coldest)) / (2 * total)
 
 

@@ -80,7 +80,7 @@ def expert_slots_of(
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(experts, FSDPModule):
-        experts.reshard()
+        experts.reshard()  # then its parameters are the shards, which the optimizer steps
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
         return [_module_slots(experts, state, masters)]
@@ -468,7 +468,8 @@ class ExpertPlacement:
             orders = [self._placer.decide(load) for load in loads]
         lengths = [len(order) for order in orders]
         joined = torch.from_numpy(np.concatenate(orders)).to(transport.device)
-        joined = broadcast(transport, tuple(range(self._mesh.grid.world)), joined, 0).cpu()
+        everyone = tuple(range(self._mesh.grid.world))
+        joined = broadcast(transport, everyone, joined, source=0).cpu()
         return [part.numpy() for part in joined.split(lengths)]
 
     def _loads(self) -> list[ExpertLoad]:

@@ -285,8 +285,8 @@ class Relocator:
         if key in self._compiled:
             return self._compiled[key]
         self._compiled[key] = None
-        # if all ranks of a tensor-parallel group send all copies of the group, results go home
-        # first
+        # else each rank of a tensor-parallel group sends all copies of the group, and results go
+        # home first
         if plain.grid.tp == 1 or plain.routes_slices:
             has_bias = "b" in plain.logical.inputs  # the input of what shards have in common
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)

@@ -88,7 +88,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         if node_tokens:
             table = node_tokens[number].of_all
             indices = node_tokens[number].indices
-        else:
+        else:  # (rows, 1): the token that each row reads
             indices = {"index": token[rows[number]].unsqueeze(1)}
         sizes = partial(
             compiled.sizes,

@@ -221,6 +221,7 @@ class Weigher:
         """Return a program as an option, with its predicted seconds."""
         plan = self._plans[program]
         costs = self._costs
+        # tokens travel in parts, by chunk and by group of peers
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
         # each further part starts a message and a product
         further_parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
@@ -326,6 +327,7 @@ class Work:
             + np.minimum(compute, travel) / parts
             + self.helped
         )
+        # of each place
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
         # at the end the helpers' results travel
         return float(seconds.max()) + self.travel_helped / 2 + self.host
