@@ -232,15 +232,15 @@ class ModelShape:
         keys = self.kv_heads * self.head_dim
         is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
         per_norm = 2 if on_cpu and block.norm == "rms" else 1  # values kept per value of a norm
-        around = 2 * per_norm * self.dim  # of the block's two norms
+        beside_attention = 2 * per_norm * self.dim  # of the block's two norms
         if self.conv_width > 1:
-            around += self.dim
+            beside_attention += self.dim
 
         # the results of the projections, which attention or what lies between reads: keys, values
         # and, if one projection makes all three, queries
         projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
-            # what its norms keep beyond their inputs
+            # on a CPU, what an RMSNorm multiplies by its weight
             projected += (queries + keys) * (per_norm - 1)
             if is_split:  # the input of the queries' norm
                 projected += queries
@@ -250,7 +250,7 @@ class ModelShape:
             projected += queries
 
         results = 2 * queries if on_cpu else queries
-        return around + projected + results
+        return beside_attention + projected + results
 
     @property
     def tied(self) -> bool:

@@ -318,7 +318,8 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
 def _per_run(
     runs: Sequence[RunSummary], series: Sequence[Series], title: str, **y_axis: str
 ) -> go.Figure:
-    """Draw a line for each run that has the number. A run has the same colour in all charts."""
+    """Draw a line for each run that has the number, `title` beside the y axis. A run has the same
+    colour in all charts."""
     chart = figure(STEP, title, height=270, legend=len(runs) > 1, rangemode="tozero", **y_axis)
     for index, (run, values) in enumerate(zip(runs, series)):
         if values:
@@ -345,8 +346,8 @@ def layer_charts(run: RunSummary) -> list[Picture]:
 
 
 def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Figure:
-    """Draw a thin line per layer, by its name, and their mean in `INK`. The legend of a deep model
-    has the mean alone."""
+    """Draw a thin line per layer, by its name, and their mean in `INK`, `title` beside the y axis.
+    The legend of a deep model has the mean alone."""
     chart = figure(STEP, title, height=280, legend=True, **{"rangemode": "tozero", **y_axis})
     is_shallow = len(series) <= MOST_NAMED
     for (name, values), colour in zip(series.items(), ordered_colours(len(series))):

@@ -236,7 +236,7 @@ def _prefix_seconds(
     rows = rows_of(replica, NOTHING).home
 
     # each pair moves its copies from the owner's products to those of the place
-    helps = np.eye(ep)[place]
+    helps = np.eye(ep)[place]  # (n, ep): 1 at the place of each pair
     owns = np.eye(ep)[owner]
     gained = amount[:, None] * (helps - owns)
     computed = _largest_of_prefixes(rows.sum(0) * links.slowness, gained * links.slowness)
@@ -386,6 +386,7 @@ def _matched(
     """
     excess = np.maximum(loads - limits, 0)
     room = np.maximum(limits - loads, 0)
+    # all places, of which those without excess will give nothing
     givers = places[np.argsort(-excess[places], kind="stable")]
     helpers = places[np.argsort(-room[places], kind="stable")]
 

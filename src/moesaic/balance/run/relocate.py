@@ -114,6 +114,7 @@ def _exchange(
     """Send each sample to its new home. A message holds samples in the order of the slots that they
     leave."""
     rank = transport.rank
+    # (ranks, slots): by slot before, where its sample goes; by slot after, where its sample was
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
     own_rows_before = rows[rank]

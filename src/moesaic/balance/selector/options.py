@@ -390,7 +390,7 @@ def _shards_gathered(replica: ReplicaLoad, alone: Work, r: int) -> Work:
     shards = replica.origins.shape[1]
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
-    # the other shards / r - 1 shards that a rank computes of each expert of its place
+    # a rank computes shards / r shards of each expert of its place, and has one of them
     num_fetched = (shards // r - 1) * per_place
     gathered = num_fetched * replica.weight_bytes * _within_place(replica)
     return replace(
