@@ -405,7 +405,8 @@ def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
-    """Return the numbers of one MoE layer over steps, from the lines of metrics that have layers."""
+    """Return the numbers of one MoE layer over steps, from the lines of metrics that have
+    layers."""
     rows = [
         {"step": line["step"], **line["layers"][index]}
         for line in with_layers
