@@ -317,7 +317,8 @@ class Work:
 
         # weights and replicated copies, over the same links as tokens that travel home
         arrives = self.fetch + self.travel_helped / 2
-        # half of `travel` goes there, half comes back
+        # in one part: half of `travel` goes there, homes compute while the rest arrives, and the
+        # other half comes back while helpers compute
         returns = np.maximum(self.helped, travel / 2)
         whole = travel / 2 + np.maximum(compute, arrives) + returns
         # products at home overlap with all messages, except for the first or last part; then
