@@ -65,7 +65,7 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
         return
     tasks: list[Callable[[], object]] = [partial(_choose, layer, expert_calls.x)]
 
-    # rows of the fullest expert for each token of this rank
+    # rows of an expert for each token of this rank: the mean, or on a mesh the most
     rows_per_token = layer.top_k / layer.num_experts
     if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
         rows_per_token = layer.on_mesh.grid.world

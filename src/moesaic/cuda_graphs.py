@@ -147,7 +147,7 @@ class CudaRecorder:
             try:
                 run()
             except RuntimeError as error:
-                if "synchronizing" not in str(error):
+                if "synchronizing" not in str(error):  # torch's word where the host would wait
                     raise
                 raise InputError(
                     f"MoE cannot be captured: the host waits for the GPU in {_place(error)}"
@@ -165,7 +165,7 @@ class CudaRecorder:
         try:
             return RecordedGraph(run, self._pool)
         except RuntimeError as error:
-            if "captur" not in str(error):
+            if "captur" not in str(error):  # torch says capture, captured or capturing
                 raise
             raise InputError(
                 f"MoE cannot be captured: {str(error).splitlines()[0]}, in {_place(error)}"

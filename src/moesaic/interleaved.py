@@ -159,6 +159,7 @@ class _MicroBatch(Generic[T]):
         """Its own settings of torch while another micro-batch runs."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         self._greenlet: greenlet = _greenlets().greenlet(_run)
+        # context variables of its own, in which its code finds its turn
         self._greenlet.gr_context = copy_context()
         self._greenlet.gr_context.run(TURN.set, self.turn)
         self._arguments: tuple[Any, ...] = (loss_of, batch, seed)

@@ -203,8 +203,8 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
         raise InputError(f"{path}: no timeline to draw: give at least one")
     until = max(timeline.makespan for timeline in timelines.values())
     charts = [
-        Picture(title, in_words(timeline), gantt(timeline, until))
-        for title, timeline in timelines.items()
+        Picture(name, in_words(timeline), gantt(timeline, until))
+        for name, timeline in timelines.items()
     ]
     title = title or " and ".join(timelines)
     return charts_page(path, what="timeline", title=title, lead=NAMES, charts=charts)

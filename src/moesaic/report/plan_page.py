@@ -183,7 +183,8 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     slow = _time(best.seconds * speed.tokens_per_second / low)
     fast = _time(best.seconds * speed.tokens_per_second / high)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
-    name = best.estimate.bottleneck
+    bottleneck = best.estimate.bottleneck
+    busy_seconds = best.estimate.limits[bottleneck]
     price = answer.price or USUAL_PRICE
     currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
 
@@ -199,11 +200,7 @@ def tiles(answer: PlanAnswer) -> list[Card]:
             f"{speed.price(price):,.0f}",
             f"a trillion tokens, at {price:g} a device and hour",
         ),
-        (
-            "Bottleneck",
-            name,
-            f"busy for {percent(best.estimate.limits[name] / best.seconds)} of the step",
-        ),
+        ("Bottleneck", bottleneck, f"busy for {percent(busy_seconds / best.seconds)} of the step"),
         (
             "Speed",
             f"{speed.tokens_per_second:,.0f}",
