@@ -129,7 +129,8 @@ class ExpertLoad:
         stays = place[self.order] == self.place[self.order]
         order = np.where(stays, self.order, -1)  # -1: a free slot
         for number in range(self.grid.ep):
-            slots = order[number * per_place : (number + 1) * per_place]  # a view
+            # those of one place, as a view
+            slots = order[number * per_place : (number + 1) * per_place]
             arriving = np.flatnonzero((place == number) & (self.place != number))
             slots[slots < 0] = arriving
         return order

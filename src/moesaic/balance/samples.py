@@ -263,7 +263,7 @@ class SampleLoad:
             first_of_layer = sum(widths[:layer])
             per_place = num_experts // grid.ep  # experts of which a holder has shards
             for ranks in self.replicas:
-                for holder in ranks:
+                for holder in ranks:  # counts once for each rank that reaches it over these links
                     first = first_of_layer + grid.coordinate(int(holder), "ep") * per_place
                     is_near = self.node[ranks] == self.node[holder]
                     is_other = ranks != holder

@@ -204,7 +204,7 @@ def _fitting(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first `at_most` pairs of each place, and for every prefix of these the most
     experts on one place."""
-    is_at = place[:, None] == np.arange(ep)[None, :]
+    is_at = place[:, None] == np.arange(ep)[None, :]  # (pairs, ep)
     # how many pairs of the same place there are up to each pair
     number = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
     fits = number <= at_most

@@ -100,8 +100,8 @@ def _parameter_slots(
     descriptions = []
     for tensor_name, value in _belongings(parameter, state, masters):
         is_step_count = value.numel() == 1 and value.shape != parameter.shape
-        if value.dim() == 0 or is_step_count:
-            continue  # the same for all experts
+        if value.dim() == 0 or is_step_count:  # the same for all experts
+            continue
         local = _local(value)
         if len(local) != rows:
             raise InputError(
