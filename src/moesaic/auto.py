@@ -191,6 +191,7 @@ class AutoPlan:
         self._last_call = (tokens, top_k, dtype.itemsize)
         self._calls += 1
         never_stepped = not self._steps and not self._has_stepped
+        # each backward pass follows one call of each layer
         if never_stepped and self._calls == PATIENCE * len(self._layers):
             self._say(
                 f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the "
@@ -217,6 +218,7 @@ class AutoPlan:
             "switches": table.switches,
             "explored_share": table.explored / table.steps,  # steps on trial
             "decisions": [
+                # a bucket is the number of a range of loads
                 [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])]
                 for each in new
             ],
@@ -247,10 +249,12 @@ class AutoPlan:
         """Record the step that ended, and choose the plan of the next one."""
         if self.table is None:
             if self._steps >= WARM_UP:
-                self._begin_table(self._candidates(self._current_plan()), None, None)
+                candidates = self._candidates(self._current_plan())
+                self._begin_table(candidates, predict=None, settings=None)
             return
         self._unrecorded += 1
-        # neither the load of each step nor its time in a race is needed
+        # several steps may share one reading of the clock where neither the load of each step nor
+        # its time in a race is needed
         may_average = (
             self._transport.device.type == "cuda"
             and self._load_now is None
@@ -259,7 +263,7 @@ class AutoPlan:
         if may_average and self._unrecorded < PERIOD:
             return
 
-        own_seconds = (self._now() - self._timed_from) / self._unrecorded
+        own_seconds = (self._now() - self._timed_from) / self._unrecorded  # per step
         own = torch.tensor([own_seconds, self.load], dtype=torch.float64)
         slowest = all_reduce_max(self._transport, self._everyone, own.to(self._transport.device))
         seconds, self.load = slowest.tolist()
@@ -309,10 +313,10 @@ class AutoPlan:
         device = self._transport.device
         encoded = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         own_length = torch.tensor([len(encoded)], device=device)
-        length = broadcast(self._transport, self._everyone, own_length, 0)
+        length = broadcast(self._transport, self._everyone, own_length, source=0)
         if self._transport.rank != 0:
-            encoded = torch.zeros(int(length), dtype=torch.uint8)
-        received = broadcast(self._transport, self._everyone, encoded.to(device), 0)
+            encoded = torch.zeros(int(length), dtype=torch.uint8)  # only its shape counts
+        received = broadcast(self._transport, self._everyone, encoded.to(device), source=0)
         return json.loads(bytes(received.tolist()))
 
     def _begin_table(
@@ -352,7 +356,7 @@ class AutoPlan:
                     plan = table.plans[number]
                     self._compiled[key] = compile_plan(plan, self._grid, bias=has_bias)
                 on_mesh.use(self._compiled[key], experts)
-        if was_racing and table.race is None:
+        if was_racing and table.race is None:  # this choice ended the race
             self._tell_winner(table, number)
         self._unrecorded = 0
         self._timed_from = self._now()
@@ -360,14 +364,15 @@ class AutoPlan:
     def _tell_winner(self, table: PlanTable, number: int) -> None:
         """Say which plan won a race, and how long a step takes under it and under the first
         plan."""
+        # `timed`: by number, the seconds of a step under each plan that the race timed
         milliseconds = 1e3 * table.timed.get(number, 0.0)
         why = "step times have changed; " if table.races > 1 else ""
-        first = ""
-        if 0 in table.timed:
-            first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
+        beside_first = ""
+        if 0 in table.timed:  # the first plan
+            beside_first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
         self._tell(
             f"plan auto: {plan_in_words(table.plans[number])}, {milliseconds:.1f} ms a step: "
-            f"{why}the fastest of {len(table.timed)} plans{first}"
+            f"{why}the fastest of {len(table.timed)} plans{beside_first}"
         )
 
     def _tell(self, line: str) -> None:

@@ -129,10 +129,10 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
         rate: bits per value.
     """
     num_blocks = math.ceil(rows / 4) * math.ceil(dim / 4)
-    num_bits = num_blocks * 16 * rate
+    num_bits = num_blocks * 16 * rate  # 16 values a block
     exponent = Part((1,), "int16")
-    blocks = Part((math.ceil(num_bits / 64) * 8,), "uint8")
-    row_flags = Part((math.ceil(rows / 8),), "uint8")
+    blocks = Part((math.ceil(num_bits / 64) * 8,), "uint8")  # words of 8 bytes
+    row_flags = Part((math.ceil(rows / 8),), "uint8")  # 8 flags a byte
     return exponent, blocks, row_flags
 
 
@@ -217,6 +217,7 @@ def codec_spec(codec: str) -> CodecSpec:
             f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon"
         )
 
+    # -1, which no option allows, for a text that is no whole number
     value = int(text) if text.isascii() and text.isdecimal() else -1
     if value not in spec.allowed:
         allowed = f"{spec.option} as a whole number from {spec.allowed[0]} to {spec.allowed[-1]}"

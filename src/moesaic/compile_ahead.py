@@ -65,7 +65,7 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
         return
     tasks: list[Callable[[], object]] = [partial(_choose, layer, expert_calls.x)]
 
-    # rows of the fullest expert for each token of this rank
+    # rows of an expert for each token of this rank: the mean, or on a mesh the most
     rows_per_token = layer.top_k / layer.num_experts
     if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
         rows_per_token = layer.on_mesh.grid.world
@@ -95,6 +95,7 @@ class _Calls(NamedTuple):
     x: Tensor
     """No tokens, (0, dim), in the dtype of the products."""
     out_dtype: torch.dtype
+    """Dtype of the experts' results."""
 
     @classmethod
     def of(cls, layer: MoE, experts: AbstractExperts, dtype: torch.dtype | None) -> _Calls | None:
@@ -117,7 +118,8 @@ class _Calls(NamedTuple):
         call for each set of tiles that these take."""
         tiles_so_far = list[object]()
         rows = 1
-        while not tiles_so_far or rows < 2 * max_rows:  # powers of 2, to one that is not below it
+        # rows are the powers of 2 up to the first that is not below `max_rows`
+        while not tiles_so_far or rows < 2 * max_rows:
             work = self._work(rows)
             tiles = triton_products().default_tiles(work)
             if tiles not in tiles_so_far:
@@ -127,17 +129,17 @@ class _Calls(NamedTuple):
             rows *= 2
 
     def _work(self, rows: int) -> ExpertWork:
-        """Return a call in which each expert has `rows` rows, of zeros; on one rank, about as
-        many."""
+        """Return a call in which each expert has `rows` rows, of zeros; of a layer on no mesh,
+        about as many."""
         num_experts = len(self.sharded[1])  # of the down projection, (experts, ...)
         num_rows = rows * num_experts
         x = self.x.new_zeros(num_rows, self.layer.dim)
         gates = x.new_zeros(num_rows, dtype=torch.float32)
         ends = torch.arange(rows, num_rows + 1, rows, dtype=torch.int32, device=x.device)
         call = ExpertCall(self.sharded, self.common, rows=x, gates=gates, ends=ends)
-        if self.experts is self.layer.shared:
+        if self.experts is self.layer.shared:  # its results have no routing weights
             return self.experts.work(replace(call, gates=None))
-        if self.layer.on_mesh is not None:
+        if self.layer.on_mesh is not None:  # such calls say where each row lies: here, row i at i
             place = torch.arange(num_rows, dtype=torch.int32, device=x.device)
             places = Places(x=place, y=place, d_x=place)
             return self.experts.work(replace(call, places=places))
@@ -166,6 +168,7 @@ def _gradients(work: ExpertWork) -> None:
     """Run the backward pass of a call, on pre-activations and gradients of zeros."""
     num_up_matrices = work.up.shape[1]  # (experts, matrices, hidden, dim)
     pre_activations = work.x.new_zeros(work.num_rows, num_up_matrices * work.hidden)
+    # with a dispatch, x are tokens, each of which has one result; else x are rows
     num_results = len(work.x) if work.dispatch is not None else work.num_rows
     grad_y = work.x.new_zeros(num_results, work.x.shape[1])
     expert_gradients(work, pre_activations, grad_y)
@@ -175,12 +178,14 @@ def _choose(layer: MoE, x: Tensor) -> None:
     """Run the choice of experts forward and backward for one token, if it is one operation; x gives
     width and dtype."""
     fused = fused_of(layer.router, layer.top_k, layer.losses)
-    if fused is None:
+    if fused is None:  # the choice is not one operation
         return
     with torch.enable_grad():
         leaf = x.new_zeros(1, x.shape[1]).requires_grad_()
-        reduced = layer.on_mesh is None
-        scored = choose_at_once(fused, leaf, layer.losses, None, None, reduced=reduced)
+        reduced = layer.on_mesh is None  # losses follow from this rank's tokens alone
+        scored = choose_at_once(
+            fused, leaf, layer.losses, valid_T=None, given=None, reduced=reduced
+        )
         # all that a loss may give a gradient to
         results = [scored.weight_N, *(scored.values or ())]
         if scored.sums is not None:

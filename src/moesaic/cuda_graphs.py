@@ -147,7 +147,7 @@ class CudaRecorder:
             try:
                 run()
             except RuntimeError as error:
-                if "synchronizing" not in str(error):
+                if "synchronizing" not in str(error):  # torch's word where the host would wait
                     raise
                 raise InputError(
                     f"MoE cannot be captured: the host waits for the GPU in {_place(error)}"
@@ -165,7 +165,7 @@ class CudaRecorder:
         try:
             return RecordedGraph(run, self._pool)
         except RuntimeError as error:
-            if "captur" not in str(error):
+            if "captur" not in str(error):  # torch says capture, captured or capturing
                 raise
             raise InputError(
                 f"MoE cannot be captured: {str(error).splitlines()[0]}, in {_place(error)}"
@@ -213,6 +213,7 @@ class CapturedMoE:
         self._mode = _mode(layer, inputs["x"])
         """The mode of the capture; calls in others run the layer itself."""
         self._with_grad = torch.is_grad_enabled() and bool(self._leaves)
+        """Whether calls have a backward pass."""
 
         recorder.warm_up(self._both)
         self._forward: Replayable = recorder.record(self._run)
@@ -226,7 +227,7 @@ class CapturedMoE:
 
         layer.step_counts.copy_(counts)
         self._state = self._memory()
-        """The layer's memory at the capture, which must not change."""
+        """What `_memory` returned at the capture; the graphs are useless once it changes."""
         self._calls = 0
         """Number of replayed calls."""
         self._pending = 0
@@ -255,7 +256,7 @@ class CapturedMoE:
             return _first(self._forward.results).clone()
         y, *losses = _Replay.apply(self, x, *self._parameters)
         is_half = compute_dtype(x.dtype, x.device) is torch.float16
-        for loss in losses:
+        for loss in losses:  # share 1, since the loss is of this rank's tokens alone
             y = self.layer.inject_loss(y, loss, share=1, is_half=is_half)
         result: Tensor = y
         return result

@@ -123,7 +123,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
         OSError: it cannot be written; an earlier file at `path` is kept.
     """
     stream = _stream_at(path) if typed else None
-    if stream is not None:
+    if stream is not None:  # a pipe or a device, which no new file may replace
         is_pipe = stream == "a named pipe"
         with os.fdopen(_opened_pipe(path), "wb") if is_pipe else path.open("wb") as file:
             yield file
@@ -132,7 +132,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     kind = kind_of(path)
     if kind not in (None, "a file"):
         raise _refused(path, str(kind))
-    # as long as a file's name may be
+    # the new file; 255 is as long as a file's name may be
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
 
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
@@ -147,7 +147,8 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
         with suppress(OSError):
             aside.unlink()
         cause = system_error(error) if isinstance(error, Exception) else None
-        if cause is None or cause.filename != str(aside):  # of the file that is copied, perhaps
+        # not an error of the new file, but one of the block, such as of a file that it reads
+        if cause is None or cause.filename != str(aside):
             raise
         # with the name that a reader of the message knows
         raise OSError(cause.errno, cause.strerror, str(path)) from error
@@ -274,7 +275,7 @@ def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         kind = kind_of(path)
-        if kind in (None, "a file"):
+        if kind in (None, "a file"):  # what may be opened: the error is the system's
             raise
         raise _refused(path, str(kind)) from error
     status = os.fstat(descriptor)

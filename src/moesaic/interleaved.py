@@ -106,7 +106,7 @@ def _run_together(
     """Run the next micro-batch, and the one after it beside it if the first hands its turn over;
     return their turns and losses."""
     micro_batches: list[_MicroBatch[T]] = []
-    units = GatheredUnits()
+    units = GatheredUnits()  # FSDP2's units that stay gathered while one in them pauses
     try:
         for batch in batches:
             # FSDP2 must not free what the one that pauses still computes with
@@ -124,6 +124,7 @@ def _run_together(
             for each in micro_batches:
                 if not each.is_done:
                     each.take_turn()
+                # it pauses, perhaps in a unit that the other one is about to leave
                 if not each.is_done and len(micro_batches) == 2:
                     each.holds = units.hold()
     except BaseException:
@@ -158,6 +159,7 @@ class _MicroBatch(Generic[T]):
         """Its own settings of torch while another micro-batch runs."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         self._greenlet: greenlet = _greenlets().greenlet(_run)
+        # context variables of its own, in which its code finds its turn
         self._greenlet.gr_context = copy_context()
         self._greenlet.gr_context.run(TURN.set, self.turn)
         self._arguments: tuple[Any, ...] = (loss_of, batch, seed)
@@ -196,14 +198,14 @@ class _MicroBatch(Generic[T]):
             if self.is_done or not self._greenlet:  # false before it has started
                 return
             with self._own_state():
-                self._greenlet.throw()
+                self._greenlet.throw()  # GreenletExit, where it paused
 
     @contextmanager
     def _own_state(self) -> Iterator[None]:
         """Run with this micro-batch's own state of torch, kept from turn to turn."""
         outside = TorchState.now()
         self._state.set()
-        for context in self.turn.contexts:  # those that set attributes of modules
+        for context in self.turn.contexts:  # those that it is in and that set modules' attributes
             context.resume()
         try:
             yield

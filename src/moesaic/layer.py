@@ -404,7 +404,8 @@ class MoE(InjectsLosses, RoutingCached):
         """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the
         layer's own experts."""
         if self.on_mesh is not None and torch.is_grad_enabled():
-            self.experts.replaced.check()  # does an optimizer train parameters from before?
+            # raises if an optimizer trains parameters that were replaced, as by sharding
+            self.experts.replaced.check()
         x = call.x
         x_TD = x.reshape(-1, self.dim)
         top_k = self._top_k_of(call)
@@ -446,13 +447,13 @@ class MoE(InjectsLosses, RoutingCached):
         Args:
             group: as for `balance_on_step`.
         """
-        self.data_ranks.settle(group, self.parameters())
+        self.data_ranks.settle(group, self.parameters())  # which ranks train the layer
         load = self.step_counts
-        if self.router.adapts and self.on_mesh is None:
-            load = self.data_ranks.total(load, type(self.router).__name__)
+        if self.router.adapts and self.on_mesh is None:  # on a mesh, counts are of all its ranks
+            load = self.data_ranks.total(load, purpose=type(self.router).__name__)
         self.router.update(load)
         self.step_counts.zero_()
-        self.experts.begin_step()
+        self.experts.begin_step()  # casts of the parameters are kept until they change
         if self.shared is not None:
             self.shared.begin_step()
 
@@ -505,6 +506,7 @@ class MoE(InjectsLosses, RoutingCached):
             )
         for name in ("capacity", "eval_capacity"):
             capacity = getattr(self, name)
+            # no capacity of its own, no token dropped, or one limit for the copies of all ranks
             if capacity is None or capacity.never_drops or capacity.spans_mesh:
                 continue
             if capacity.is_padded or mesh.grid.tp > 1:

@@ -224,9 +224,10 @@ def _shard_over_data(
         if over_edp is not None:
             gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
             shard(layer.experts, over_edp, dtype=gather_dtype)
-            layer.experts.mark_all()  # FSDP2's parameters, as those that they replace
+            # give FSDP2's parameters the hooks and attributes of those that they replace
+            layer.experts.mark_all()
         elif edp == 1 and dp > 1:  # nobody sums these gradients, but they are divided by dp too
-            layer.experts.mark(partial(_divide_gradient, dp=dp))
+            layer.experts.mark(partial(_divide_gradient, dp=dp))  # calls it on each parameter
 
     # the mesh gives no data mesh for what it only replicates
     has_whole_experts = over_edp is None and edp > 1

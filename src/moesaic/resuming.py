@@ -165,6 +165,7 @@ class Checkpoints:
         flush(folder)
 
         checkpoints = self.listed(folder, typed=typed)
+        # those of the course that goes on: no later ones, and none that a newer one replaced
         valid = [
             path
             for path in checkpoints

@@ -210,11 +210,12 @@ class ModelShape:
         # every second block attends twice
         attentions_per_block = 1.5 if self.block.kind == "encoder_decoder" else 1.0
         attention_parameters = attentions_per_block * 2 * self.dim * width
-        if attention_parameters == 4 * self.dim * self.dim:  # the default
+        if attention_parameters == 4 * self.dim * self.dim:  # the default: 4 square matrices
             return {}
         step_fields: dict[str, float] = {"attention_parameters": attention_parameters}
         if self.block.head_dim is not None:
-            # a query with half of the keys on average, and their weights with the values
+            # a query with half of the keys on average, then their weights with the values, each
+            # a product and a sum
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
         return step_fields
 
@@ -231,24 +232,25 @@ class ModelShape:
         keys = self.kv_heads * self.head_dim
         is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
         per_norm = 2 if on_cpu and block.norm == "rms" else 1  # values kept per value of a norm
-        around = 2 * per_norm * self.dim  # of the block's two norms
+        beside_attention = 2 * per_norm * self.dim  # of the block's two norms
         if self.conv_width > 1:
-            around += self.dim
+            beside_attention += self.dim
 
         # the results of the projections, which attention or what lies between reads: keys, values
         # and, if one projection makes all three, queries
         projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
+            # on a CPU, what an RMSNorm multiplies by its weight
             projected += (queries + keys) * (per_norm - 1)
             if is_split:  # the input of the queries' norm
                 projected += queries
-        if block.positions == "rotary":
+        if block.positions == "rotary":  # the rotated ones
             projected += queries + keys
         elif is_split or block.qk_norm:  # the queries that attention reads
             projected += queries
 
         results = 2 * queries if on_cpu else queries
-        return around + projected + results
+        return beside_attention + projected + results
 
     @property
     def tied(self) -> bool:

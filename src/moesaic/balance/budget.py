@@ -156,7 +156,7 @@ class MemoryBudget:
         multicast an upper bound that counts every copy as a separate token."""
         chunks = compiled.plan.chunks
         node_tokens = None
-        if compiled.is_multicast:
+        if compiled.is_multicast:  # a token is sent once to a destination, whatever its copies
             # by level of the multicast, which has a number of destinations (nodes, ep ranks): the
             # tokens of each origin that visit each destination
             copies_by_level = [
@@ -231,6 +231,7 @@ class MemoryBudget:
         if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
+        # no rank has more rows than the call has copies
         most_rows = limit or max(1, int(call.copies.sum()))
         return cut(self._holders[compiled.digest], call.copies, replicated, most_rows)
 
@@ -265,12 +266,12 @@ class MemoryBudget:
             fewest, peak_bytes = cut_into(count)
             if peak_bytes <= budget:
                 break
-            if count >= num_rows:
+            if count >= num_rows:  # not even slices of one row fit
                 return
             # bytes of rows fall about in proportion to the number of slices
             estimate = int(count * (peak_bytes - least_bytes) / (budget - least_bytes))
             count = min(num_rows, max(count + 1, estimate))
-        else:
+        else:  # no try fitted
             return
         yield fewest
         for more in MORE_SLICES:
@@ -354,7 +355,7 @@ def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
         kept_after = kept[:count].sum(0) - kept[:count].cumsum(0)
         if (peak[:count] + kept_after).max() > budget:
             return count - 1
-    return len(peak)
+    return len(peak)  # all fit
 
 
 def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
@@ -370,6 +371,7 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
     """
     grid = compiled.grid
     shapes = compiled.shapes(num_experts)
+    # those of the rows that the experts read
     layouts = [
         compiled.logical.slot(task.reads[0]).layout
         for task in compiled.logical.tasks
@@ -387,6 +389,7 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
         # 0 for copies at home, which have the chunks below num_chunks; 1 + p for those replicated
         # to place p, which have the chunk num_chunks + p
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
+        # the ranks before this one that hold some of the same rows
         earlier = np.unique(holders[origin, expert, part])
         earlier = earlier[earlier >= 0]
         joined = int(earlier.min()) if len(earlier) else rank

@@ -127,9 +127,10 @@ class ExpertLoad:
         slots; others take free slots."""
         per_place = len(place) // self.grid.ep
         stays = place[self.order] == self.place[self.order]
-        order = np.where(stays, self.order, -1)
+        order = np.where(stays, self.order, -1)  # -1: a free slot
         for number in range(self.grid.ep):
-            slots = order[number * per_place : (number + 1) * per_place]  # a view
+            # those of one place, as a view
+            slots = order[number * per_place : (number + 1) * per_place]
             arriving = np.flatnonzero((place == number) & (self.place != number))
             slots[slots < 0] = arriving
         return order
@@ -154,7 +155,7 @@ class ExpertSeconds:
         rates = self.rates
         # a product and a sum per parameter and row, three times with the backward pass
         flops_per_row = 6 * load.expert_parameters
-        is_at = np.zeros((len(place), load.grid.ep))
+        is_at = np.zeros((len(place), load.grid.ep))  # 1 where an expert is at a place
         is_at[np.arange(len(place)), place] = 1
 
         # seconds that each rank sends and receives if every row were one byte
@@ -162,7 +163,7 @@ class ExpertSeconds:
         receives = np.zeros(load.grid.world)
         for ranks in load.ranks:  # (ep, etp)
             origins = ranks.reshape(-1)
-            rows = load.copies[origins] @ is_at  # (origins, ep)
+            rows = load.copies[origins] @ is_at  # (origins, ep): of each rank for each place
             spent = rows[:, :, None] * self._per_byte[origins][:, ranks]  # (origins, ep, etp)
             sends[origins] += spent.sum((1, 2))
             receives[origins] += spent.sum(0).reshape(-1)
@@ -334,6 +335,7 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
         after = np.maximum(busiest_times, other_times).max(0)
 
         member, other = np.unravel_index(after.argmin(), after.shape)
+        # no swap relieves the busiest place
         if not after[member, other] < times.max() * (1 - SLACK):
             break
         steps.append(_swapped(place, int(members[member]), int(others[other])))
@@ -366,6 +368,7 @@ def fewest_between_nodes(
     if stay is not None and equally_fast:
         place = _with_permuted_places(crossing, start, stay)
     steps = [place]
+    # the time of the busiest place, which no swap may exceed
     limit = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
     experts = np.arange(len(place))
     while len(steps) <= SWAPS_MOST:
@@ -376,14 +379,16 @@ def fewest_between_nodes(
         rows = load[:, :, None] - weight[:, :, None] + weight[:, None, :]
         times = rows * slowness[:, place][:, :, None]
         fits = (times <= limit).all(0)
+        # neither place exceeds the limit, and they are two places
         is_possible = fits & fits.T & (place[:, None] != place[None, :])
 
         # (experts, experts): further rows between nodes if the first one goes to the second one's
         # place
         cost = crossing[:, place] - crossing[experts, place][:, None]
+        # a swap moves both
         saved = np.where(is_possible, -(cost + cost.T), -np.inf)
         one, other = np.unravel_index(saved.argmax(), saved.shape)
-        if not saved[one, other] > SLACK * crossing.sum():
+        if not saved[one, other] > SLACK * crossing.sum():  # no swap saves rows
             break
         steps.append(_swapped(place, int(one), int(other)))
     return steps

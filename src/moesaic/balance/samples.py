@@ -202,6 +202,8 @@ class SampleLoad:
         The entries of ranks outside the sample's replica of the experts mean nothing, since the
         sample never goes to them.
         """
+        # the copies of the layers for which the home counts: this one's results, unless they return
+        # to the old homes, and the next one's tokens
         tables = []
         if self.is_direct:
             tables.append(self.copies)
@@ -219,7 +221,7 @@ class SampleLoad:
         ranks = np.arange(self.grid.world)
         leaves_home = home[:, None] != ranks[None, :]
         leaves_node = self.node[home][:, None] != self.node[None, :]
-        carried = np.reshape(self.carried, (-1, 1))
+        carried = np.reshape(self.carried, (-1, 1))  # (samples, 1), or (1, 1) for one number
         intra = intra + carried * (leaves_home & ~leaves_node)
         inter = inter + carried * leaves_node
         return intra, inter
@@ -259,14 +261,14 @@ class SampleLoad:
         table = np.zeros((sum(widths), grid.world), dtype=np.int64)
         for layer, num_experts in enumerate(widths):
             first_of_layer = sum(widths[:layer])
-            per_place = num_experts // grid.ep
+            per_place = num_experts // grid.ep  # experts of which a holder has shards
             for ranks in self.replicas:
-                for holder in ranks:
+                for holder in ranks:  # counts once for each rank that reaches it over these links
                     first = first_of_layer + grid.coordinate(int(holder), "ep") * per_place
                     is_near = self.node[ranks] == self.node[holder]
                     is_other = ranks != holder
-                    is_sender = is_near & is_other if links == "intra" else ~is_near
-                    table[first : first + per_place, ranks[is_sender]] += 1
+                    reaches_holder = is_near & is_other if links == "intra" else ~is_near
+                    table[first : first + per_place, ranks[reaches_holder]] += 1
         return table
 
 
@@ -375,6 +377,7 @@ class TwoStage(AbstractPlacer):
         # compares rows between nodes first, those within nodes if these are equal
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
+        # the share is of rows between nodes, where there are any
         rows_before = before.intra
         rows_saved = before.intra - after.intra
         if before.inter:
@@ -478,7 +481,8 @@ class Weighed(TwoStage):
         intra, inter = load.rows
         intra_time, inter_time = self.rates
         cost = weight * intra_time * intra + (1 - weight) * inter_time * inter
-        largest = np.abs(cost).max() or 1.0
+        # as integers up to `_UNITS`
+        largest = np.abs(cost).max() or 1.0  # 1 if all costs are 0
         units = np.rint(cost * (_UNITS / largest)).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -533,7 +537,7 @@ def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
         distance, previous = _shortest(shifts.cost, filled > room)
         infinite = np.iinfo(np.int64).max
         target = int(np.where(filled < room, distance, infinite).argmin())
-        filled[target] += 1
+        filled[target] += 1  # all places between the ends of the path stay as full
         # back along the path from the place with room to the overfull one, before which -1 stands
         while previous[target] >= 0:
             source = int(previous[target])

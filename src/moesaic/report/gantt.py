@@ -106,7 +106,7 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
         )
         for span, part in zip(timeline.spans, parts)
     ]
-    rows = [lane.value for lane in LANES if timeline.on(lane)]
+    rows = [lane.value for lane in LANES if timeline.on(lane)]  # those with a span
     end = until or timeline.makespan
     colours = _colours_of(timeline, parts)
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="inside")
@@ -170,7 +170,11 @@ def _draw(
         chart.add_trace(trace)
 
     chart.update_yaxes(
-        categoryarray=rows[::-1], showgrid=False, nticks=None, range=[-0.5, len(rows) - 0.5]
+        # plotly counts rows from the bottom; a row is 1 high, with its number in the middle
+        categoryarray=rows[::-1],
+        showgrid=False,
+        nticks=None,
+        range=[-0.5, len(rows) - 0.5],
     )
     chart.update_xaxes(range=[0, rounded(until / length) or 1], showgrid=True)
     chart.update_layout(
@@ -199,8 +203,8 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
         raise InputError(f"{path}: no timeline to draw: give at least one")
     until = max(timeline.makespan for timeline in timelines.values())
     charts = [
-        Picture(title, in_words(timeline), gantt(timeline, until))
-        for title, timeline in timelines.items()
+        Picture(name, in_words(timeline), gantt(timeline, until))
+        for name, timeline in timelines.items()
     ]
     title = title or " and ".join(timelines)
     return charts_page(path, what="timeline", title=title, lead=NAMES, charts=charts)
@@ -269,7 +273,7 @@ def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline])
     parts["routing"] += parts["small kernels"] + parts["launches"]  # drawn as one
     now = 0.0
     for part, what, length in _order(job):
-        # of a step's seconds, those of one micro-batch, of which this is `length` shares
+        # those of one micro-batch, divided into the shares of its passes; this is `length` of them
         seconds = length * parts[part] / job.accumulation / shares[part]
         if part.startswith("moe "):
             timeline = timelines[part.removeprefix("moe ")]
@@ -345,7 +349,7 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
         spans = [span for span in timeline.spans if ROWS[span.lane] == row]
         merged: list[tuple[float, float]] = []
         for start, end in sorted((span.start, span.end) for span in spans):
-            if merged and start <= merged[-1][1]:
+            if merged and start <= merged[-1][1]:  # before the end of the last interval
                 last_start, last_end = merged.pop()
                 merged.append((last_start, max(end, last_end)))
             else:
@@ -364,7 +368,7 @@ def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
     all_rows = [*dict.fromkeys(ROWS.values()), WAITING]
     rows = [row for row in all_rows if row in used_rows]
     colours = {bar.part: part_colour(bar.part) for bar in all_bars}
-    until = min(1.05 * end_of_first, end_of_step)
+    until = min(1.05 * end_of_first, end_of_step)  # with a little of what follows
     return _draw(all_bars, rows, colours, unit_of(end_of_first), until, textposition="none")
 
 
@@ -398,6 +402,7 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
     all_bars = [
         Bar(
             row=row(turn.micro_batch, turn.lane),
+            # a turn without a task is what lies between two layers
             part=f"layer {turn.layer + 1}" if turn.task else "between layers",
             what=turn.task or f"what lies before layer {turn.layer + 1}",
             start=turn.start,
@@ -408,7 +413,7 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
     ]
 
     rows = []
-    for lane in (Lane.COMPUTE, Lane.INTER):
+    for lane in (Lane.COMPUTE, Lane.INTER):  # INTER stands for both lanes of messages
         rows += [row(0, lane), row(1, lane)]
     layers = sorted({bar.part for bar in all_bars} - {"between layers"})
     colours = {"between layers": WHOLE}

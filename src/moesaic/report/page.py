@@ -233,7 +233,8 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
     chart.add_traces(validation_lines)  # in front
 
     if first_validations:
-        # from a little above the first validation, at which the loss has fallen, to the smallest
+        # from a little above the first validation, at which the loss has fallen, to a little below
+        # the smallest loss
         low = min(all_losses)
         highest = max(first_validations)
         high = highest + 0.12 * (highest - low)
@@ -303,7 +304,7 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
         drawn = _per_run(runs, series, chart.y_title, **chart.y_axis)
         pictures.append(Picture(chart.title, chart.caption, drawn))
 
-    num_sparse = len([run for run in runs if run.layers])
+    num_sparse = len([run for run in runs if run.layers])  # runs with MoE layers
     if num_sparse > 1:
         means = []
         for run in runs:
@@ -317,14 +318,15 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
 def _per_run(
     runs: Sequence[RunSummary], series: Sequence[Series], title: str, **y_axis: str
 ) -> go.Figure:
-    """Draw a line for each run that has the number. A run has the same colour in all charts."""
+    """Draw a line for each run that has the number, `title` beside the y axis. A run has the same
+    colour in all charts."""
     chart = figure(STEP, title, height=270, legend=len(runs) > 1, rangemode="tozero", **y_axis)
     for index, (run, values) in enumerate(zip(runs, series)):
         if values:
             chart.add_trace(
                 line(run.name, values.steps, values.values, run_colour(index), showlegend=True)
             )
-            if chart.data[1:]:  # equal numbers would hide each other
+            if chart.data[1:]:  # not the first line, which a solid one of equal numbers would hide
                 chart.data[-1].line.dash = "dash"
     return chart
 
@@ -344,8 +346,8 @@ def layer_charts(run: RunSummary) -> list[Picture]:
 
 
 def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Figure:
-    """Draw a thin line per layer, by its name, and their mean in `INK`. The legend of a deep model
-    has the mean alone."""
+    """Draw a thin line per layer, by its name, and their mean in `INK`, `title` beside the y axis.
+    The legend of a deep model has the mean alone."""
     chart = figure(STEP, title, height=280, legend=True, **{"rangemode": "tozero", **y_axis})
     is_shallow = len(series) <= MOST_NAMED
     for (name, values), colour in zip(series.items(), ordered_colours(len(series))):
@@ -426,7 +428,7 @@ def _busiest(steps: Sequence[int], layers: Layers) -> go.Figure:
             continue
         loads = []
         for layers_of_line in layers:
-            # for each layer, the copies that each place of ep computes
+            # for each layer that had any, the copies that each place of ep computes
             rows_by_layer = [rows for rows in _having(name, layers_of_line) if any(rows)]
             relative = [max(rows) * len(rows) / sum(rows) for rows in rows_by_layer]
             loads.append(_mean(relative, empty=1.0))

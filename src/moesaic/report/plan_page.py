@@ -128,7 +128,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
         return Picture(name, text, step_gantt(all_bars))
 
     drawn = 1 + max(span.operation.micro_batch for span in answer.stages.spans)
-    count = answer.result.best.split.of(answer.job).accumulation
+    count = answer.result.best.split.of(answer.job).accumulation  # of the job as the plan cuts it
     text = (
         f"The first {drawn} micro-batches of {count}: each stage computes a forward or a backward "
         "pass, and waits in between for the messages of its neighbours. Drag to zoom in."
@@ -179,10 +179,12 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     best = answer.result.best
     speed = answer.speed
     low, high = speed.interval  # of tokens per second
+    # the step takes longest at the lowest speed
     slow = _time(best.seconds * speed.tokens_per_second / low)
     fast = _time(best.seconds * speed.tokens_per_second / high)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
-    name = best.estimate.bottleneck
+    bottleneck = best.estimate.bottleneck
+    busy_seconds = best.estimate.limits[bottleneck]
     price = answer.price or USUAL_PRICE
     currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
 
@@ -198,11 +200,7 @@ def tiles(answer: PlanAnswer) -> list[Card]:
             f"{speed.price(price):,.0f}",
             f"a trillion tokens, at {price:g} a device and hour",
         ),
-        (
-            "Bottleneck",
-            name,
-            f"busy for {percent(best.estimate.limits[name] / best.seconds)} of the step",
-        ),
+        ("Bottleneck", bottleneck, f"busy for {percent(busy_seconds / best.seconds)} of the step"),
         (
             "Speed",
             f"{speed.tokens_per_second:,.0f}",
@@ -285,6 +283,7 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     # a product does 2 * rows operations with each weight that it reads
     by_memory = 2 * rows * rates.memory / layer.element_bytes
     bound = np.minimum(by_memory, rates.grouped_flops) / 1e12
+    # colours of runs: grey for the bound, blue for what is reached, orange for the data sheet
     chart.add_trace(
         line("memory and the best rate", rows.tolist(), bound.tolist(), run_colour(6), width=1.2)
     )

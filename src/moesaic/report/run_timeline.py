@@ -36,10 +36,11 @@ def _events(run: RunSummary, number: int) -> Iterator[dict[str, Any]]:
             continue
         # lists by rank: "seconds", "compute", and "waited" for each other rank
         times = line["ranks"] if has_rank_times(line.get("ranks")) else None
-        num_ranks = len(times["seconds"]) if times else 1
+        num_ranks = len(times["seconds"]) if times else 1  # the row of the run, without times
         steps = f"steps {step_before + 1} to {line['step']}"
         details: dict[str, Any] = {key: line[key] for key in DETAILS if key in line}
         for rank in range(num_ranks):
+            # "seconds" of the line: training time up to it
             yield _span(steps, begin, line["seconds"] - begin, (number, rank), details)
             parts = _parts(times, rank) if times else []
             start = begin

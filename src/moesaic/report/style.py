@@ -133,7 +133,8 @@ def ordered_colours(count: int) -> list[str]:
     be confused."""
     if count == 1:
         return ["#46327e"]
-    # from 0 to 1 on the scale, without its ends, which are nearly black and pale yellow
+    # evenly spread over the scale from 0 to 1, without its ends, which are nearly black and pale
+    # yellow
     places = [0.08 + 0.7 * index / (count - 1) for index in range(count)]
     return list(sample_colorscale("Viridis", places))
 

@@ -71,6 +71,7 @@ def _slow_ranks(seconds: float, compute: np.ndarray) -> dict[int, str]:
     phrases = {}
     for rank in range(len(compute)):
         usual = median(np.delete(compute, rank))  # of the other ranks
+        # longer by `SLOWER`, and by half of a wait that counts
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             phrases[rank] = (
                 f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as "
@@ -93,6 +94,7 @@ def _late_ranks(seconds: float, waited: np.ndarray, slow: set[int]) -> dict[int,
     if world <= 2:  # one wait does not tell a late rank from a slow link
         return phrases
     for awaited in range(world):
+        # of all waits for this rank
         shortest = min(waited[rank, awaited] for rank in range(world) if rank != awaited)
         if awaited not in slow and shortest > WAITS * seconds:
             phrases[awaited] = (
@@ -109,6 +111,7 @@ def _slow_links(seconds: float, waited: np.ndarray, slow: set[int]) -> Iterator[
     for rank, peer in permutations(range(len(waited)), 2):
         if rank in slow or peer in slow:
             continue
+        # over all links but the one between these two, in both directions
         other_waits = [
             waited[pair] for pair in permutations(range(len(waited)), 2) if {*pair} != {rank, peer}
         ]
@@ -286,7 +289,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
         length = 1
         while length < len(parts):
             endings = [other[-length:] for other in others]
-            if parts[-length:] not in endings:
+            if parts[-length:] not in endings:  # no other path ends like this
                 break
             length += 1
         name = "/".join(part.strip("/") for part in parts[-length:])
@@ -339,6 +342,7 @@ def damage_as_input_error(folder: Path) -> Iterator[None]:
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        # the message of the error is put on one line and cut to 100 characters
         raise InputError(
             f"{folder}: metrics.jsonl or config.json holds a value that no run writes "
             f"({' '.join(str(error).split()):.100}): take them from a backup, or leave this run "
@@ -401,7 +405,8 @@ def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
-    """Return the numbers of one MoE layer over steps."""
+    """Return the numbers of one MoE layer over steps, from the lines of metrics that have
+    layers."""
     rows = [
         {"step": line["step"], **line["layers"][index]}
         for line in with_layers

@@ -70,5 +70,5 @@ def drawn_layers(count: int) -> list[int]:
     if count <= MOST_NAMED:
         return list(range(count))
     # evenly spread from the first to the last
-    last = MOST_NAMED - 1
+    last = MOST_NAMED - 1  # index of the last one drawn
     return sorted({round(index * (count - 1) / last) for index in range(MOST_NAMED)})

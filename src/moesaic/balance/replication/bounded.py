@@ -68,8 +68,10 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     # experts' weights that a place holds at each of the two peaks
     in_gradients = HELD * helped.sum(0)
     packed_at_home = AT_HOME * replicates * (len(home) // ep)
+    # of what it receives, as a helper or relay; of what it sends; and its own, packed
     travelling = HELD * messages.sum(0) + messages.sum(1) + packed_at_home
 
+    # `size`: rows that need as much memory as an expert's weights
     left_in_gradients = budget - size * in_gradients
     left_while_travelling = (budget - size * travelling) * 3 // 2  # rows take two thirds then
     rows: np.ndarray = np.minimum(left_in_gradients, left_while_travelling)
@@ -113,7 +115,7 @@ def _fitted(
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
         giver = int(room.argmin())
-        if room[giver] >= 0:
+        if room[giver] >= 0:  # every place fits
             return giving.replicated
         if not giving.give(giver, room, weights):
             return None

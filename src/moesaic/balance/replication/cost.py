@@ -56,7 +56,7 @@ def seconds_per_byte(
             there are more nodes; the slower end counts. () if they are equal.
     """
     links = np.array(node_links or (1.0,))
-    link = links[node % len(links)]
+    link = links[node % len(links)]  # of each place's node
     between = rates.inter_gbps * np.minimum(link[:, None], link[None, :])
     is_inside = node[:, None] == node[None, :]
     gbps = np.where(is_inside, rates.intra_gbps, between)
@@ -230,7 +230,7 @@ class ReplicaLinks:
     def busy(self, moved: np.ndarray) -> np.ndarray:
         """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep,
         ep), were one byte."""
-        num_links = 4 * len(self.origins)
+        num_links = 4 * len(self.origins)  # out of and into places, inside and between nodes
         spent = moved * self.end_seconds
         seconds: np.ndarray = np.bincount(self.ends.reshape(-1), spent.reshape(-1), num_links)
         return seconds
@@ -238,7 +238,7 @@ class ReplicaLinks:
     def busy_by(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the seconds on each link, (n, 4 * ep), of a byte from each `source` place, (n,),
         to its `target`."""
-        num_links = 4 * len(self.origins)
+        num_links = 4 * len(self.origins)  # out of and into places, inside and between nodes
         seconds = np.zeros((len(source), num_links))
         number = np.arange(len(source))
         for links, busy in zip(self.ends, self.end_seconds):  # out of the source, into the target

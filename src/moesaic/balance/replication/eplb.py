@@ -85,6 +85,7 @@ def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
     """
     num_replicas = np.ones(len(loads), dtype=np.int64)
     for _ in range(slots - len(loads)):
+        # -1 for an expert that all places hold
         load_per_replica = np.where(num_replicas < ep, loads / num_replicas, -1.0)
         if load_per_replica.max() <= 0:
             break

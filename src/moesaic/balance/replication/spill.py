@@ -78,6 +78,7 @@ class Giving:
     @property
     def replicated(self) -> Replications:
         """The replications at the start and those since."""
+        # (replications, 4): origin, expert, helper, amount
         given = np.array(self._given, dtype=np.int64).reshape(-1, 4)
         return self._initial.joined(Replications(*given.T))
 

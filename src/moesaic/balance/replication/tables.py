@@ -93,6 +93,7 @@ def shadows(
     amount = replica.copies[place, expert]
     seconds = _prefix_seconds(replica, place, expert, amount)  # [n]: of the first n pairs
     if whole:  # no prefix that ends within the pairs of one expert
+        # of all prefixes but the empty and the whole one: are its last pair and the next of one?
         is_within_expert = expert[1:] == expert[:-1]
         seconds[1:-1][is_within_expert] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
@@ -166,6 +167,7 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
     # in ascending order, the last one before those that are shadowed
     index = len(copies) - len(shadowed) - 1
     hottest_other = int(np.partition(copies, index)[index]) if index >= 0 else 0
+    # at most the coldest one, which must reach the threshold
     return (coldest + min(hottest_other, coldest)) / (2 * total)
 
 
@@ -202,7 +204,7 @@ def _fitting(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first `at_most` pairs of each place, and for every prefix of these the most
     experts on one place."""
-    is_at = place[:, None] == np.arange(ep)[None, :]
+    is_at = place[:, None] == np.arange(ep)[None, :]  # (pairs, ep)
     # how many pairs of the same place there are up to each pair
     number = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
     fits = number <= at_most
@@ -213,7 +215,7 @@ def _fitting(
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Return the indices of the largest values (of all, if fewer), (count,) int64, largest first,
     then in index order."""
-    if len(values) < 4 * count:
+    if len(values) < 4 * count:  # so few that all are sorted
         return np.argsort(-values, kind="stable")[:count]
     # sorting only the largest ones is faster
     position = len(values) - count
@@ -234,7 +236,7 @@ def _prefix_seconds(
     rows = rows_of(replica, NOTHING).home
 
     # each pair moves its copies from the owner's products to those of the place
-    helps = np.eye(ep)[place]
+    helps = np.eye(ep)[place]  # (n, ep): 1 at the place of each pair
     owns = np.eye(ep)[owner]
     gained = amount[:, None] * (helps - owns)
     computed = _largest_of_prefixes(rows.sum(0) * links.slowness, gained * links.slowness)
@@ -245,6 +247,7 @@ def _prefix_seconds(
 
     # but weights do, first to the relay unless an earlier pair has brought them there
     relay = owner if links.via is None else links.via[owner, place]
+    # `unique` finds the first pair of each expert and relay
     _, first_to_relay = np.unique(expert * ep + relay, return_index=True)
     is_new_message = np.zeros(len(place), dtype=bool)
     is_new_message[first_to_relay] = True
@@ -327,6 +330,7 @@ def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) 
 def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
     """Return the part of a table over all ranks that is of one replica of the experts, with places
     for origins."""
+    # of each rank; -1 in other replicas
     place = np.full(len(replica.load.copies), -1)
     place[replica.origins] = np.arange(len(replica.origins))[:, None]
     places = place[replicated.origin]
@@ -337,7 +341,7 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     """Return the table of one replica of the experts with ranks, not places, as origins."""
     ranks_per_place = replica.origins.shape[1]
     num_experts = replica.load.num_experts
-    if ranks_per_place == 1 or replicated.is_empty:
+    if ranks_per_place == 1 or replicated.is_empty:  # each entry is of one rank
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
     # a cell is an origin, here a place, and an expert that occur in the table
     cells, cell_of_entry = np.unique(
@@ -382,6 +386,7 @@ def _matched(
     """
     excess = np.maximum(loads - limits, 0)
     room = np.maximum(limits - loads, 0)
+    # all places, of which those without excess will give nothing
     givers = places[np.argsort(-excess[places], kind="stable")]
     helpers = places[np.argsort(-room[places], kind="stable")]
 

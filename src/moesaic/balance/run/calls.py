@@ -76,7 +76,7 @@ class BalancedCalls(AbstractCallPolicy):
         """The replication policy; None without replication."""
         self._chooser: AbstractChooser | None = None
         """Applies the policy to the calls of this layer; None without replication."""
-        self._moves: MoveArbiter | None = None
+        self._move_arbiter: MoveArbiter | None = None
         """Decides whether samples move in a call; None if the policy has no choice."""
         self.programs: dict[str, Compiled] = {}
         """The programs that calls may run, by the name that the replication policy gives them; {}
@@ -89,7 +89,7 @@ class BalancedCalls(AbstractCallPolicy):
                 {name: each.plan for name, each in self.programs.items()}
             )
             if self._policy.has_choice:
-                self._moves = MoveArbiter(self._policy.costs or Rates())
+                self._move_arbiter = MoveArbiter(self._policy.costs or Rates())
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
         """Decisions of a policy that has a choice, until `take` returns them."""
         self._decided_by_call = WeakIdKeyDictionary()
@@ -115,7 +115,7 @@ class BalancedCalls(AbstractCallPolicy):
     @property
     def has_choice(self) -> bool:
         """Whether the replication policy chooses among several ways to run a call."""
-        return self._moves is not None
+        return self._move_arbiter is not None
 
     def refuse_padding(self) -> None:
         """See `MemoryBudget.refuse_padding`."""
@@ -141,10 +141,10 @@ class BalancedCalls(AbstractCallPolicy):
 
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
         """Keep the decision of a call for its recomputation and for `take`."""
-        # the class's `moved` instead, since the decision's own keeps the loads alive
+        # for the recomputation with the class's `moved`, since the decision's own keeps loads alive
         self._decided_by_call[record.by_rank] = replace(decision, moved=CallDecision.moved)
-        if self._moves is not None:
-            self._moves.note_others(decision)
+        if self._move_arbiter is not None:
+            self._move_arbiter.note_others(decision)
             self._decisions.append(decision)
 
     def stays(self, move: SampleMove) -> bool:
@@ -154,14 +154,14 @@ class BalancedCalls(AbstractCallPolicy):
         Args:
             move: the move of the call; it keeps the decision.
         """
-        if self._moves is None:
+        if self._move_arbiter is None:
             return False
         if move.stays is not None:  # a recomputation
             return move.stays
         if move.goal is not None:  # the homes after the layer are fixed
             move.stays = move.before.same_as(move.goal)
         else:
-            move.stays = not self._moves.prefers_moving()
+            move.stays = not self._move_arbiter.prefers_moving()
             move.goal = move.before if move.stays else None
         return move.stays
 
@@ -175,12 +175,17 @@ class BalancedCalls(AbstractCallPolicy):
             copies: (world, num_experts) int64: copies of each origin for each expert.
             units: hidden units of one shard of an expert.
         """
-        if self._chooser is None or self._moves is None or record.by_rank in self._decided_by_call:
+        # no policy with a choice, or a recomputation
+        if (
+            self._chooser is None
+            or self._move_arbiter is None
+            or record.by_rank in self._decided_by_call
+        ):
             return
         decision = self._chooser.choose(self._load(copies, units))
         self._note(record, decision)
         # instead of the policy's decision, which `_note` has appended
-        self._decisions[-1] = self._moves.note_move(move, decision, self._dim)
+        self._decisions[-1] = self._move_arbiter.note_move(move, decision, self._dim)
 
     def take(self) -> list[CallDecision]:
         """Return the decisions since the last `take` of a policy that has a choice, oldest
@@ -202,12 +207,12 @@ class MoveArbiter:
         self._tried: tuple[SampleMove, float, int] | None = None
         """The last call in which samples moved, its predicted seconds if it had been left alone,
         and the width of a token."""
-        self._share: float | None = None
+        self._moving_time: float | None = None
         """Predicted time with moving samples, relative to leaving the call alone; None before the
         first move."""
-        self._other = 1.0
+        self._other_time = 1.0
         """The same ratio for the best other option."""
-        self._moves = True
+        self._moved = True
         """Whether samples moved when that was last decided."""
         self._calls = 0
         """Number of calls since moving was last tried."""
@@ -219,24 +224,25 @@ class MoveArbiter:
             move, alone_seconds, dim = self._tried
             self._tried = None
             saved = saved_seconds(move, self._costs, dim)
-            self._share = 1 - saved / alone_seconds if alone_seconds else 1.0
-        if self._share is None or self._calls >= AGAIN:
+            self._moving_time = 1 - saved / alone_seconds if alone_seconds else 1.0
+        if self._moving_time is None or self._calls >= AGAIN:  # to find out what moving takes
             self._calls = 0
             return True
-        moving = self._share
         clearly = 1 - MARGIN
-        if self._moves:
-            self._moves = moving < 1 and not self._other < clearly * moving
-        else:
-            self._moves = moving < clearly * self._other
-        return self._moves
+        if self._moved:  # goes on if it is no loss and the other option is not clearly faster
+            self._moved = (
+                self._moving_time < 1 and not self._other_time < clearly * self._moving_time
+            )
+        else:  # begins again if it is clearly faster than the other option
+            self._moved = self._moving_time < clearly * self._other_time
+        return self._moved
 
     def note_others(self, decision: CallDecision) -> None:
         """Record how good the policy's choice is, relative to leaving the call alone."""
         seconds_alone = decision.seconds.get(ALONE, 0.0)
-        self._other = 1.0
+        self._other_time = 1.0
         if seconds_alone:
-            self._other = decision.seconds.get(decision.option, seconds_alone) / seconds_alone
+            self._other_time = decision.seconds.get(decision.option, seconds_alone) / seconds_alone
 
     def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
         """Record that samples move in this call. Its gain is computed when the next call starts.
@@ -276,6 +282,7 @@ def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
     intra_saved = unmoved.intra - moved.intra
     inter_saved = unmoved.inter - moved.inter
     rows_per_gbps = intra_saved / costs.intra_gbps + inter_saved / costs.inter_gbps
+    # 1e9 bits a second are one gbps
     return row_bits * rows_per_gbps / 1e9 / move.before.ranks
 
 

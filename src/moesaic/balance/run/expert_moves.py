@@ -80,7 +80,7 @@ def expert_slots_of(
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(experts, FSDPModule):
-        experts.reshard()
+        experts.reshard()  # then its parameters are the shards, which the optimizer steps
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
         return [_module_slots(experts, state, masters)]
@@ -100,8 +100,8 @@ def _parameter_slots(
     descriptions = []
     for tensor_name, value in _belongings(parameter, state, masters):
         is_step_count = value.numel() == 1 and value.shape != parameter.shape
-        if value.dim() == 0 or is_step_count:
-            continue  # the same for all experts
+        if value.dim() == 0 or is_step_count:  # the same for all experts
+            continue
         local = _local(value)
         if len(local) != rows:
             raise InputError(
@@ -198,7 +198,7 @@ def carry_slots(
     for slot, expert in enumerate(after):
         source, source_index = holders[old_slot[expert]]
         target, target_index = holders[slot]
-        if (source, source_index) == (target, target_index):
+        if (source, source_index) == (target, target_index):  # it stays
             continue
         if source == rank:
             packed = _packed(expert_slots.slots[source_index], device)
@@ -213,7 +213,7 @@ def carry_slots(
             num_bytes = len(indices) * expert_slots.slot_bytes
             buffers[peer] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     arrived = dict(buffers)
-    if rank in messages:
+    if rank in messages:  # slots that change on this rank are not sent
         arrived[rank] = messages.pop(rank)
     transport.wait(transport.issue(Transfer(rank, tag, sends=messages, receives=buffers)))
     for peer, indices in arriving.items():
@@ -238,6 +238,7 @@ def _holders(
     for other in grid.group(rank, ("edp", "ep")):
         edp = grid.coordinate(other, "edp")
         if edp // shards == run:
+            # by position within the run, and place of ep
             rank_at[edp % shards, grid.coordinate(other, "ep")] = other
 
     per_rank = -(-per_place // shards)  # rounded up
@@ -467,7 +468,8 @@ class ExpertPlacement:
             orders = [self._placer.decide(load) for load in loads]
         lengths = [len(order) for order in orders]
         joined = torch.from_numpy(np.concatenate(orders)).to(transport.device)
-        joined = broadcast(transport, tuple(range(self._mesh.grid.world)), joined, 0).cpu()
+        everyone = tuple(range(self._mesh.grid.world))
+        joined = broadcast(transport, everyone, joined, source=0).cpu()
         return [part.numpy() for part in joined.split(lengths)]
 
     def _loads(self) -> list[ExpertLoad]:

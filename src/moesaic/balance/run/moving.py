@@ -111,6 +111,7 @@ class MovingMoE(nn.Module):
         if delivered_TD is not None:
             y = delivered_TD.view(call.x.shape)
             return y if extra is None else y + move.carry(extra)
+        # results at the old homes, which then travel with what is added
         on_mesh = _on_mesh(self.layer)
         y_TD = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows)
         y = y_TD.view(call.x.shape)
@@ -141,6 +142,7 @@ def _run_moved(
             f"sample placement: the layer got {len(call.x_TD)} tokens, the trip was started for "
             f"{samples} samples of {move.length}: give start() the batch that the layers see"
         )
+    # no sample moves: the layer runs as without moves
     if move.rests or (isinstance(on_mesh.calls, BalancedCalls) and on_mesh.calls.stays(move)):
         return None
     moved = _MovedCall.of(layer, on_mesh, call, move, residual)
@@ -219,8 +221,10 @@ class _MovedCall:
         x_TD = self.call.x_TD
         mask = self.call.mask
         token_ids = self.call.token_ids
+        # among the tokens that this rank routed, those of its own samples: all of its slice or, if
+        # it routed the tokens of its whole group, its share of them
         own = slice(0, self.num_tokens)
-        if self.num_tokens == len(x_TD):  # this rank routed tokens of its whole group
+        if self.num_tokens == len(x_TD):
             own = move.tokens(len(x_TD))
 
         token = self.copies.token
@@ -256,7 +260,7 @@ class _MovedCall:
             computing = WithResidual(
                 self.experts, self.riding.norm, num_copies, move.relocator.mesh
             )
-            x = self.riding.x.view(x.shape)
+            x = self.riding.x.view(x.shape)  # tokens before the norm, which the experts apply
 
         inputs = CallInputs(
             experts=computing,
@@ -332,7 +336,7 @@ def _add_residuals_left_behind(y: Tensor, x: Tensor, token: Tensor, move: Sample
     alone = (copies_of_token == 0).nonzero().squeeze(1)
     # each rank of a tensor-parallel group carries its slice
     own = x if len(group) == 1 else slice_rows(transport, group, x)
-    rows, tokens = move.carry_tokens(own[alone], alone)
+    rows, tokens = move.carry_tokens(own[alone], alone)  # those that arrive here
     if len(group) == 1:
         return y.index_add(0, tokens, rows)
     added = rows.new_zeros(num_tokens, x.shape[1]).index_add(0, tokens, rows)

@@ -114,6 +114,7 @@ def _exchange(
     """Send each sample to its new home. A message holds samples in the order of the slots that they
     leave."""
     rank = transport.rank
+    # (ranks, slots): by slot before, where its sample goes; by slot after, where its sample was
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
     own_rows_before = rows[rank]
@@ -285,10 +286,10 @@ class Relocator:
         if key in self._compiled:
             return self._compiled[key]
         self._compiled[key] = None
-        # if all ranks of a tensor-parallel group send all copies of the group, results go home
-        # first
+        # else each rank of a tensor-parallel group sends all copies of the group, and results go
+        # home first
         if plain.grid.tp == 1 or plain.routes_slices:
-            has_bias = "b" in plain.logical.inputs
+            has_bias = "b" in plain.logical.inputs  # the input of what shards have in common
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
             # InputError: the plan does not let results go straight to new homes
             with suppress(InputError):
@@ -350,7 +351,7 @@ class Rest:
                 samples; None if the policy was not asked.
         """
         answers = [answer for answer in moved if answer is not None]
-        if answers:
+        if answers:  # else the previous pass rested, or had no move to decide
             self._still = 0 if any(answers) else self._still + 1
             self._left = rest if self._still >= PATIENCE else 0
         elif self._left:
@@ -603,6 +604,7 @@ class SampleMove:
         Returns:
             (slots, num_experts) int64, for this rank's samples; None if no prediction is needed.
         """
+        # after the last layer, or where homes are fixed
         if self._following is None or self.goal is not None:
             return None
         own_tokens = self.tokens(len(x_TD))
@@ -619,12 +621,13 @@ class SampleMove:
             torch.autocast(x_TD.device.type, enabled=False),
             parameters_as(router, _whole),
         ):
+            # None: `_check_router` refuses routers that draw noise
             scores = router.scores(x_TD.to(score_dtype), None, token_ids)
             choice = own_choice(router)(scores, self._following.top_k, valid_T, None)
 
         token = choice.token
         expert = choice.expert
-        if self._following.order is not None:
+        if self._following.order is not None:  # experts may have moved: count by their slots
             expert = self._following.order.slots(expert)
         if valid_T is not None:
             is_valid = valid_T[token]

@@ -88,7 +88,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         if node_tokens:
             table = node_tokens[number].of_all
             indices = node_tokens[number].indices
-        else:
+        else:  # (rows, 1): the token that each row reads
             indices = {"index": token[rows[number]].unsqueeze(1)}
         sizes = partial(
             compiled.sizes,
@@ -214,7 +214,7 @@ class RunSlices(torch.autograd.Function):
         ctx.num_inputs = 2 + len(weights)
         ctx.states = states
         ctx.layouts = layouts
-        ctx.tags = sliced_run.take_tags()
+        ctx.tags = sliced_run.take_tags()  # of the backward pass, which runs slices again
         return total.to(x.dtype)
 
     @staticmethod

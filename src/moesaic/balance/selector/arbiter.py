@@ -131,7 +131,7 @@ class Arbitration(AbstractChooser):
         else:
             table = self._repeated(replicas)
         option = self._last
-        # nothing is left to replicate: the same steps without replication
+        # the recipe replicates, but nothing in this call: the same steps without replication
         if table.is_empty and option.recipe.policy:
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
             option = Option(program, recipe=Recipe(), replicated=(), seconds=0.0)
@@ -196,7 +196,7 @@ class Arbitration(AbstractChooser):
 
     def _repeated(self, replicas: Sequence[ReplicaLoad]) -> Replications:
         """Return the table of the last option for another call."""
-        if not self._last.recipe.policy:
+        if not self._last.recipe.policy:  # the option replicates nothing
             return NOTHING
         if self._scaled is not None:
             scaled = self._scaled.fitted(replicas[0].load)
@@ -254,6 +254,7 @@ class ScaledTable:
     def fitted(self, load: CallLoad) -> Replications | None:
         """Return the table for a call; None if the load has changed too much for it."""
         copies = load.copies.reshape(-1)[self._cells]
+        # `_before` is never 0, since an entry replicates some of these copies
         amounts: np.ndarray = self._table.amount * copies // self._before
         if self._busiest_under(load, amounts) > self._busiest + WORSE:
             return None
@@ -264,7 +265,7 @@ class ScaledTable:
         relative to the mean."""
         ep = load.grid.ep
         copies = load.copies.sum(0)
-        at_home = copies.reshape(ep, -1).sum(1)
+        at_home = copies.reshape(ep, -1).sum(1)  # every place has equally many
         gained = np.bincount(self._table.helper, amounts, ep)
         lost = np.bincount(self._source, amounts, ep)
         loads = (at_home + (gained - lost)) * self._slowness

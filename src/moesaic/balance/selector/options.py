@@ -54,7 +54,8 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
     """
     alone = replace(plan, replication=NO_REPLICATION)
     plans = {ALONE: alone, REPLICATED: plan}
-    for r in range(grid.etp):  # r shards that a token visits; 0: weights travel to the tokens
+    # r: shards that a token visits, fewer than all; 0: weights travel to the tokens
+    for r in range(grid.etp):
         divides = r == 0 or grid.etp % r == 0
         if divides and r != plan.gather_weights:
             plans[f"r={r}"] = replace(alone, gather_weights=r)
@@ -171,6 +172,7 @@ class Weigher:
 
     def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...]:
         """Return the replications of a recipe in a call, within each replica of the experts."""
+        # no pair reaches a threshold of 1
         thresholds = recipe.least or (1.0,) * len(replicas)
         return tuple(
             recipe.table(replica, least, self._at_most)
@@ -186,6 +188,7 @@ class Weigher:
             work_of(replica, table, plan.chunks) for replica, table in zip(replicas, replicated)
         ]
         r = plan.gather_weights
+        # the program has no r of its own
         if r is None or r == self._plans[ALONE].gather_weights:
             return works
         return [gathered_work(replica, work, r) for replica, work in zip(replicas, works)]
@@ -202,12 +205,12 @@ class Weigher:
         options = [alone]
         other_plans = list(self._plans.items())[1:]
         for program, plan in other_plans:
-            if plan.replicates:
+            if plan.replicates:  # an option for each policy's table
                 options += [
                     self._option(program, recipe, replicated, works)
                     for recipe, replicated, works in tables
                 ]
-            else:
+            else:  # without a table
                 works = self.works(program, replicas, alone.replicated)
                 options.append(self._option(program, Recipe(), alone.replicated, works))
         return options
@@ -218,6 +221,7 @@ class Weigher:
         """Return a program as an option, with its predicted seconds."""
         plan = self._plans[program]
         costs = self._costs
+        # tokens travel in parts, by chunk and by group of peers
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
         # each further part starts a message and a product
         further_parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
@@ -313,7 +317,8 @@ class Work:
 
         # weights and replicated copies, over the same links as tokens that travel home
         arrives = self.fetch + self.travel_helped / 2
-        # half of `travel` goes there, half comes back
+        # in one part: half of `travel` goes there, homes compute while the rest arrives, and the
+        # other half comes back while helpers compute
         returns = np.maximum(self.helped, travel / 2)
         whole = travel / 2 + np.maximum(compute, arrives) + returns
         # products at home overlap with all messages, except for the first or last part; then
@@ -323,6 +328,7 @@ class Work:
             + np.minimum(compute, travel) / parts
             + self.helped
         )
+        # of each place
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
         # at the end the helpers' results travel
         return float(seconds.max()) + self.travel_helped / 2 + self.host
@@ -385,7 +391,7 @@ def _shards_gathered(replica: ReplicaLoad, alone: Work, r: int) -> Work:
     shards = replica.origins.shape[1]
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
-    # the other shards / r - 1 shards that a rank computes of each expert of its place
+    # a rank computes shards / r shards of each expert of its place, and has one of them
     num_fetched = (shards // r - 1) * per_place
     gathered = num_fetched * replica.weight_bytes * _within_place(replica)
     return replace(
@@ -407,7 +413,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     shards = replica.origins.shape[1]
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
-    own_copies = replica.load.copies[replica.origins].sum(2)
+    own_copies = replica.load.copies[replica.origins].sum(2)  # (ep, ranks of a place)
 
     # between places: every place sends all its shards to each other place
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
