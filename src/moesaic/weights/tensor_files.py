@@ -125,6 +125,8 @@ class Part:
                 "two checkpoints are mixed"
             )
         storage: Any = tensor.untyped_storage()
+        # bytes before the archive in the file, before the storage in the archive, and before the
+        # tensor in the storage
         begin = (
             self.start
             + storage._checkpoint_offset
@@ -144,7 +146,7 @@ class Stored:
     def read(self, at: Region) -> np.ndarray:
         """Return a copy of the elements in a region. Files are memory-mapped only during the
         call."""
-        whole = ranges(at)
+        whole = ranges(at)  # a single index as a range too; the last line removes its dimension
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
             # What region and part share, along each dimension: as positions in the region, as
@@ -267,7 +269,8 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
 
 
 def _read_indexed(folder: Path, file_of: Mapping[str, str]) -> dict[str, Stored]:
-    """Return the tensors of the files that an index lists; InputError if index and files differ.
+    """Return the tensors of the files that an index lists, by name; InputError if index and files
+    differ.
 
     Args:
         file_of: the index, name of a tensor -> name of its file.
@@ -539,7 +542,8 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
     """Return the parts of each tensor of a DCP checkpoint, by its name; InputError for a file that
     is missing or cut off, and for a list that contradicts itself."""
     parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
-    file_bytes: dict[str, int] = {}
+    file_bytes: dict[str, int] = {}  # a file's path in the folder -> its size
+    # index: a tensor's name and where a part of it begins; place: the bytes of a file that hold it
     for index, place in metadata.storage_data.items():
         name = index.fqn
         path = folder / place.relative_path
@@ -568,8 +572,8 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
-    """Write tensors in the format of torch.distributed.checkpoint, in parts of about `BUFFER`
-    bytes. Any mesh can load them."""
+    """Write tensors in the format of torch.distributed.checkpoint, in the parts that `pieces`
+    makes. Any mesh can load them."""
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
