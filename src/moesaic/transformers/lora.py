@@ -164,7 +164,7 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
         inner.append(_inner_factor(wrapper, local_part(wrapper.lora_A[adapter].weight)))
         of_adapter = _outer_factor(wrapper, local_part(wrapper.lora_B[adapter].weight))
         outer.append(of_adapter * (wrapper.scaling[adapter] if is_active else 0.0))
-    return torch.cat(inner, 1), torch.cat(outer, 2)
+    return torch.cat(inner, 1), torch.cat(outer, 2)  # the ranks r of all adapters together
 
 
 def _inner_factor(wrapper: Any, lora_a: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def adopt_adapters(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     """
     spread: list[Any] = []  # wrappers of experts on several ranks
     implementations = []
-    for wrapper in _as_peft_made(model):
+    for wrapper in _as_peft_made(model):  # all modules: what follows skips those of no adapters
         if hasattr(wrapper, "reset_lora_parameters"):
             _draw(wrapper, getattr(model, "peft_config", {}))
         experts = _adapted(wrapper)
@@ -388,7 +388,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             part = part_of(name, old.detach())
             linear.weight = nn.Parameter(part, requires_grad=old.requires_grad)
             new_of[old] = linear.weight
-            # a trainer's optimizer may hold it until its first step
+            # frees the whole factor, which a trainer's optimizer may hold until its first step
             old.data = old.data.new_empty(0)
     wrapper.num_experts = num_experts // ranks
     wrapper.register_state_dict_post_hook(gather)

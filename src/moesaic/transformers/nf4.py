@@ -80,6 +80,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         """Shard scales like the weights."""
         for name, style in list(plan.items()):
+            # transformers' word for weights whose experts are shared out
             if style == "grouped_gemm" and name.endswith("_proj"):
                 plan[scales_name(name)] = style
                 if self.quantization_config.double:

@@ -65,6 +65,7 @@ def convert(
     before = old.checkpoint if upcycle is None else upcycled(old.checkpoint, upcycle)
     tensors, unplaced = _named(before, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    # tokenizer and the like, which only lie beside weights in the hub's format
     others = companions(folder) if "hf" in (to, old.format) else {}
     with filling(target):
         after = _written(target, to, before, tensors, others)

@@ -127,7 +127,7 @@ def of_experts(codes: Stored, scales: Stored, name: str, hidden: int, folder: Pa
     """
     experts = codes.shape[0]
     numbers_per_expert = 2 * math.prod(codes.shape[1:])
-    other = numbers_per_expert // max(hidden, 1)
+    other = numbers_per_expert // max(hidden, 1)  # the matrix's other dimension
     # Matrices are (out, in), and the down projection's output is a token.
     shape = (experts, hidden, other) if name.endswith("down_proj") else (experts, other, hidden)
     found = FourBit(shape=shape, codes=_flat(codes), scales=_flat(scales))

@@ -85,7 +85,7 @@ class Hub(AbstractFormat):
             if tensor in names and not hub_tensors.keys() <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
                 yield StoredBlock(tensor, at=whole, tensor=tensor, index=whole)
-            elif not operations:
+            elif not operations:  # only renamed
                 (name,) = hub_tensors
                 yield StoredBlock(name, at=whole, tensor=tensor, index=whole)
             # a matrix of each kind for each expert

@@ -205,7 +205,7 @@ def _can_load(side: Side) -> bool:
         return True
     block = sizes_of_blocks(table)
     if block is None:
-        return False
+        return False  # scales of another form than blocks, or another quantization
     for name, tensor in side.checkpoint.tensors[None].items():  # the weights, by stored name
         if not isinstance(tensor, Computed):  # what is computed on reading was quantized
             continue

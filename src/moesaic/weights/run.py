@@ -166,7 +166,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         )
     return transformers.Qwen3MoeConfig(
         **common,
-        intermediate_size=shape.active_hidden,
+        intermediate_size=shape.active_hidden,  # of the layers without experts
         moe_intermediate_size=moe.hidden,
         num_experts=moe.num_experts,
         norm_topk_prob=True,
