@@ -286,12 +286,12 @@ def _of_file(path: Path) -> OfFile:
     found = read_found(path)
     stages = table.get("pp", 1)
     mesh = {name: table[name] for name in MESH if name in table}
-    if found is None:
+    if found is None:  # the file has a plan, and maybe sizes of axes, alone
         options = ShowOptions(plan=plan, mesh=replace(MeshOptions(), **mesh))
         return OfFile(options=options, found=None, stages=stages)
     world = found.ranks // stages
     mesh["world"] = world
-    mesh["ranks_per_node"] = min(found.devices_per_node, world)
+    mesh["ranks_per_node"] = min(found.devices_per_node, world)  # a stage may be part of a node
     layer = {field.name: getattr(found.layer, field.name) for field in fields(LayerOptions)}
     options = ShowOptions(
         plan=plan, mesh=MeshOptions(**mesh), layer=LayerOptions(**layer), cluster=found.cluster
@@ -303,10 +303,10 @@ def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
     """Return the cluster: the one that the plan was found for, or one with more nodes of the same
     kind if the mesh has more nodes."""
     nodes = options.mesh.world // options.mesh.ranks_per_node
-    if found is None or options.cluster != found.cluster:
+    if found is None or options.cluster != found.cluster:  # of --cluster
         cluster = read_cluster(options.cluster)
         return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
-    if nodes > found.nodes:
+    if nodes > found.nodes:  # --mesh asks for more than the plan was found for
         return read_cluster(found.cluster, nodes=nodes)
     return read_cluster(found.cluster, nodes=found.nodes).of_devices(found.ranks)
 

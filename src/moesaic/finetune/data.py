@@ -185,18 +185,18 @@ def _documents(data: str) -> Iterator[tuple[str, Any]]:
     suffix = suffix_of(path)
     where = ""
     try:
-        if not path.is_file() or suffix in TABLES:
+        if not path.is_file() or suffix in TABLES:  # a dataset of `datasets`, or a table
             for number, row in enumerate(_dataset(data), 1):
                 yield f"row {number}", row
-        elif suffix not in (LINES, LIST):
+        elif suffix not in (LINES, LIST):  # a text, one document
             text = read_bytes(path).decode("utf-8-sig")
             if "\0" in text:
                 raise ValueError("it has zero bytes")
             yield "the text", {"text": text}
-        elif suffix == LIST and _is_list(path):
+        elif suffix == LIST and _is_list(path):  # one list of JSON
             for number, entry in enumerate(parsed(read_bytes(path)), 1):
                 yield f"entry {number}", entry
-        else:
+        else:  # JSON lines
             with open_file(path) as file:
                 for number, line in enumerate(file, 1):
                     where = f" line {number}:"

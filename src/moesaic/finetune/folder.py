@@ -307,13 +307,13 @@ class FinetuneFolder:
         with self._together(what):
             write_into(unfinished)
         with self._together(what):
-            if self._ranks.is_first and within is not None:
+            if self._ranks.is_first and within is not None:  # as a whole
                 for path in sorted(unfinished.iterdir()):
                     flush(path)
                 flush(unfinished)
                 require_place(target, "nothing")
                 os.replace(unfinished, target)
-            elif self._ranks.is_first:
+            elif self._ranks.is_first:  # file by file
                 files = sorted(unfinished.iterdir())
                 for path in files:  # all of them before the first one is put
                     require_place(target / path.name)

@@ -75,6 +75,7 @@ class StagedModel:
             the mean loss over all ranks' tokens, ().
         """
         losses: list[Tensor] = []  # the schedule adds each micro-batch's part of the mean
+        # only the first stage reads tokens, and only the last one compares them with targets
         inputs = (ids,) if self._ranks.stage == 0 else ()
         ends: dict[str, Any] = {"target": ids, "losses": losses} if self._is_last else {}
         with as_parts_raise():
