@@ -100,7 +100,7 @@ def joined(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the words with `flag` and its value joined by "=": argparse takes no separate value
     that begins with hyphens."""
     words = list(arguments)
-    if flag in words[:-1]:
+    if flag in words[:-1]:  # the last word has no value after it
         index = words.index(flag)
         value = words[index + 1]
         words[index : index + 2] = [f"{flag}={value}"]

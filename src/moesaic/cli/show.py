@@ -147,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
     layer = Workload(**sizes_of_layer) if found is None else replace(found.layer, **sizes_of_layer)
 
     compiled = compile_plan(plan, grid)
-    sizes_by_sample = None
+    sizes_by_sample = None  # then the simulator has even routing
     if options.samples:
         compiled = moving(compiled)  # the programs of calls in which samples may move
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
@@ -234,6 +234,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
         tokens = -(-copies.sum(1) // layer.top_k)  # rounded up
+        # units: hidden units of an expert's part on a rank
         call = CountedCall(copies, tokens=tokens, units=experts.units, experts=lambda: experts)
         unreplicated = budget.unreplicated  # the plan without replication: no rows (None) before
         # rows that the budget sends to other ranks, and slices; None if there are none
@@ -368,7 +369,7 @@ def _by_sample(
     index = LayoutIndex(grid, layer.num_experts, samples_per_rank, parts=plan.chunks)
     # the target of each sample is the home that it has: none moves
     placed = PlacedIndex(index, targets=lambda: homes.targets(homes), length=length)
-    return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
+    return placed_sizes(grid, copies, placed, units=layer.hidden // grid.etp)
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
@@ -426,7 +427,7 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title:
         write_gantt(timelines, Path(options.gantt), title)
     if options.perfetto is not None:
         events = []
-        for number, timeline in enumerate(timelines.values()):
+        for number, timeline in enumerate(timelines.values()):  # a process for each program
             events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
         try:
             write(Path(options.perfetto), json.dumps({"traceEvents": events}), typed=True)

@@ -179,7 +179,7 @@ def adapted(
         return adapt(base, options)
     per_stage = ranks.world // ranks.pp
     base = load_stage(source, cut, **loading(options, per_stage, device))
-    whole = Architecture(read_config(source, methods=LOADED)).model
+    whole = Architecture(read_config(source, methods=LOADED)).model  # on the meta device
     group = None if ranks.mesh is None else ranks.mesh.process_group  # the ranks of the stage
     with cut.layers_on_meta(base, whole):
         return adapt(base, options, group)

@@ -131,6 +131,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
             for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
                 # PEFT looks there for the shape of a weight that is stored otherwise.
                 getattr(module, name).ds_shape = shape
+            # `MoesaicEP`, which is there as `_moesaic` on several ranks, has done it itself
             if hasattr(module, "moesaic_whole_shapes") and not hasattr(module, "_moesaic"):
                 adopt_at_first_call(module)
         return model

@@ -107,7 +107,7 @@ class StoredBlock:
             in_tensor = self.index[tensor_dim]
             assert isinstance(in_stored, range)
             assert isinstance(in_tensor, range)
-            index[tensor_dim] = _matching(in_stored, at[stored_dim], in_tensor)
+            index[tensor_dim] = _matching(in_stored, part=at[stored_dim], target=in_tensor)
         return StoredBlock(
             self.stored,
             at=tuple(at),

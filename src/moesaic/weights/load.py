@@ -56,7 +56,7 @@ def load_model(
         for path, module in architecture.experts.items():
             for weight in four_bit_weights(module):
                 name = f"{path}.{weight}"
-                state[name] = OneByOne(state[name], range(module.num_experts))
+                state[name] = OneByOne(state[name], own=range(module.num_experts))
 
     # `torch_dtype` is the option's earlier name
     dtype = options["dtype"] if "dtype" in options else options.pop("torch_dtype", "auto")
