@@ -126,7 +126,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             rank=options.rank,
             logits=LOSS_TOKENS,
             projections=4,  # linear layers of attention with adapters: q, k, v and o
-            stages=(options.pp, max(options.batch // at_once, 1)),  # and micro-batches
+            # (stages, micro-batches of a step)
+            stages=(options.pp, max(options.batch // at_once, 1)),
         )
 
     prediction = predicted(options.length, world)

@@ -361,9 +361,10 @@ class FinetuneFolder:
 
     def _checked(self, path: Path) -> Path:
         """Return a checkpoint if all its files match their checksums; DamagedError if not."""
+        # the names of its files tell how many ranks wrote it: states of all of them are needed
         num_ranks = saved_ranks(sealed_sums(path))
         states = [states_name(rank, num_ranks) for rank in range(num_ranks)]
-        sums = sealed_sums(path, [ADAPTERS, TRAINER_STATE, RUN, *states])
+        sums = sealed_sums(path, needed=[ADAPTERS, TRAINER_STATE, RUN, *states])
         for name in sums:
             if not CHECKPOINTS.is_own(name):
                 raise DamagedError(f"{COMPLETE} lists {name!r:.100}, which no checkpoint has")

@@ -188,7 +188,7 @@ class Show(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show a step."""
-        if "loss" not in logs:
+        if "loss" not in logs:  # of the whole training, at its end
             return
         now = time.perf_counter()
         speed = self._tokens / (now - self._before)

@@ -147,7 +147,7 @@ class _Quantize(ConversionOps):
         """Return codes and scales, by name. A weight may be read while its experts are iterated."""
         stacked: dict[str, Tensor] = {}
         for full_name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
+            weight = value[0] if isinstance(value, list) else value  # a list has one weight
             path, _, name = full_name.rpartition(".")
             module = model.get_submodule(path)
             for number, matrix in enumerate(weight):

@@ -194,6 +194,7 @@ def verify(out: str | Path) -> dict[str, Any]:
         )
     receipt = _read_receipt(folder / RECEIPT)
     model = Architecture(read_config(folder))
+    # a tied weight that equals its twin is listed with more words than its name
     lost = receipt.left_behind & model.tied.keys()
     if lost:
         raise InputError(

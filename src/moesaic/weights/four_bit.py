@@ -77,11 +77,12 @@ class FourBit:
         stored_scales = self.scales.read((range(first_block, end_block),))
         scales = torch.from_numpy(stored_scales).view(self.scales.dtype)
         if self.values is not None and self.groups is not None:
+            # each scale is a byte: the number of one of `values`, which its group scales
             group_of_scale = torch.arange(first_block, end_block) // self.size
             group_scales = _whole(self.groups)[group_of_scale]
             scales = _whole(self.values)[scales.int()] * group_scales + self.offset
 
-        block_bytes = nf4.BLOCK // 2
+        block_bytes = nf4.BLOCK // 2  # two codes a byte
         code_bytes = range(first_block * block_bytes, end_block * block_bytes)
         codes = torch.from_numpy(self.codes.read((code_bytes,))).view(torch.uint8)
 

@@ -179,7 +179,7 @@ def _loaded(side: Side) -> Any:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         side.folder,
         config=config,
-        dtype=torch.bfloat16 if quantized else dtype,
+        dtype=torch.bfloat16 if quantized else dtype,  # as quantized weights are read by us
         local_files_only=True,
     ).to(dtype)
 

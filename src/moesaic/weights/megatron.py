@@ -57,7 +57,7 @@ def grouped(projection: str) -> Place:
         # All is counted in blocks of one head's rows. A group's blocks in the joint tensor:
         # its queries, their gates, its key, its value.
         before_key = queries * kinds
-        per_group = before_key + 2
+        per_group = before_key + 2  # the key and the value
         num_rows = part.shape[part.rows]
 
         if projection != "q":

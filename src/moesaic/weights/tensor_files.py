@@ -242,11 +242,11 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if not part.sizes:  # a memory map cannot have no dimension
         return np.fromfile(part.path, kind, 1, offset=start).reshape(())
     if strides is None:
-        return np.memmap(part.path, kind, "r", start, part.sizes)
+        return np.memmap(part.path, kind, mode="r", offset=start, shape=part.sizes)
 
     # how many elements after the first one the last one lies
     last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides))
-    flat = np.memmap(part.path, kind, "r", start, (last + 1,))
+    flat = np.memmap(part.path, kind, mode="r", offset=start, shape=(last + 1,))
     byte_strides = [stride * kind.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(flat, part.sizes, byte_strides, writeable=False)
 
