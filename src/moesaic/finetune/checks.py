@@ -111,7 +111,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
     elif device_of(options) == "cuda":
         memory = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        memory = psutil.virtual_memory().available / world
+        memory = psutil.virtual_memory().available / world  # ranks share the host's
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
         """Return the prediction for a length of sequences and a number of ranks."""

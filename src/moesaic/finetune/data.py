@@ -224,10 +224,11 @@ def _dataset(data: str) -> Any:
     import datasets
 
     try:
+        # a folder that `datasets` saved: one split, or several by name
         if Path(data, "state.json").exists() or Path(data, "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(data)
             return loaded["train"] if isinstance(loaded, dict) else loaded
-        if Path(data).is_file():
+        if Path(data).is_file():  # a table
             builder = TABLES[suffix_of(Path(data))]
             return datasets.load_dataset(builder, data_files=data, split="train")
         return datasets.load_dataset(data, split="train")

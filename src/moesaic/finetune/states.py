@@ -153,7 +153,7 @@ def states_of_split(
         if not of_ranks:
             raise DamagedError(f"no states-*.safetensors has {name}")
         named[name] = _joined(model, name, of_ranks)
-    options = result["optimizer"]["param_groups"][0]
+    options = result["optimizer"]["param_groups"][0]  # taken for all groups
     return result | {"optimizer": {"named": named, "options": options}}
 
 
@@ -185,6 +185,7 @@ def require_states(kept: dict[str, Any], optimizer: Any) -> None:
         shapes = {name: tuple(each.shape) for name, each in found["state"][number].items()}
         if shapes != {"step": (), **dict.fromkeys(MOMENTS, tuple(local.shape))}:
             raise DamagedError(f"those of adapter {number} have the shapes {shapes}")
+    # as many groups as the optimizer has: the numbers in them are computed with
     pairs = [*zip(own["param_groups"], found["param_groups"])]
     numbers = [(name, group[name]) for _, group in pairs for name in ("lr", "eps", "weight_decay")]
     numbers += [(name, kept["schedule"][name]) for name in ("last_epoch", "_step_count")]

@@ -83,7 +83,7 @@ def write_tokenizer(tokenizer: AbstractTokenizer, out: Path) -> None:
     Text is text to a run, where transformers would find special tokens in it or add some around it.
     """
     theirs = tokenizers.Tokenizer.from_str(tokenizer.text)
-    theirs.post_processor = None
+    theirs.post_processor = None  # which adds tokens around a text
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": theirs.id_to_token(tokenizer.separator),

@@ -566,7 +566,9 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
                 f"{folder}: no part of {name} begins at {list(offsets)}: the list of "
                 "tensors is damaged"
             )
-        part = Part(path, place.offset, offsets, sizes_at[offsets], archive=place.length)
+        part = Part(
+            path, start=place.offset, offsets=offsets, sizes=sizes_at[offsets], archive=place.length
+        )
         parts[name].append(part)
     return parts
 
