@@ -99,10 +99,10 @@ class StagedModel:
         logits = self.logits(ids)
         first_of_last_stage = (self._ranks.pp - 1) * (self._ranks.world // self._ranks.pp)
         if self._ranks.rank == first_of_last_stage:
-            dist.send(logits.float().cpu(), 0)
+            dist.send(logits.float().cpu(), dst=0)
         elif self._ranks.is_first:
             logits = torch.empty(*ids.shape, self._vocab_size)
-            dist.recv(logits, first_of_last_stage)
+            dist.recv(logits, src=first_of_last_stage)
         return logits
 
     @torch.no_grad()

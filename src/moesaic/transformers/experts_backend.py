@@ -263,6 +263,7 @@ def experts_forward(
     reason = refusal(self)
     if reason is not None:
         warn(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
+        # the family's own method, which the decorator of transformers has wrapped
         output: Tensor = type(self).forward.__wrapped__(
             self, hidden_states, top_k_index, top_k_weights
         )

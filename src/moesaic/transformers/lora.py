@@ -193,8 +193,8 @@ def is_frozen(experts: nn.Module) -> bool:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts,
-    with their adapters.
+    """Run a module's experts as `experts_backend.experts_forward` does; those in NF4, or with
+    adapters through `adopt_adapters`, as frozen experts.
 
     Args:
         hidden_states: (tokens, dim).

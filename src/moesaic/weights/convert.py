@@ -128,7 +128,8 @@ def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> Non
 def _named(before: Checkpoint, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
     """Return the tensors to write by their names in a format's files, and the optimizer states that
     the format cannot store."""
-    layout = Layout(format.blocks(before.model, ()), before.model.shapes, format.title)
+    blocks = format.blocks(before.model, names=())  # () to write
+    layout = Layout(blocks, before.model.shapes, format.title)
     named: dict[str, Readable] = {}
     unplaced = []
     for state in before.tensors:

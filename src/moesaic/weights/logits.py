@@ -125,7 +125,7 @@ def compare_merged(adapted: Tensor, merged: Tensor, dtype: torch.dtype, out: str
 def require_alike(found: dict[str, Any], where: str) -> None:
     """Raise InputError if logits that were compared differ by more than rounding."""
     largest = found["largest_difference"]
-    most = found.get("largest", 1.0)
+    most = found.get("largest", 1.0)  # missing, with a difference of 0, if nothing was compared
     if not largest <= TOLERANCE * most:  # so that a NaN is refused too
         raise InputError(
             f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} "

@@ -284,4 +284,4 @@ class Megatron(AbstractFormat):
             return {**attention, **(SPARSE if layer in sparse_layers else DENSE)}
 
         prefix = "decoder.layers." if is_stacked else "decoder.layers.{}."
-        return by_rules(model, OUTSIDE, rules, prefix, stacked=is_stacked)
+        return by_rules(model, OUTSIDE, rules, layer_prefix=prefix, stacked=is_stacked)
