@@ -34,7 +34,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
         raise InputError(
             f"--pp {options.pp}: {options.pp} stages do not divide {world} ranks: choose a divisor"
         )
-    sharing = world // options.pp
+    sharing = world // options.pp  # the ranks of a stage, which share its experts
     if options.batch % (sharing * options.micro_batch):
         of_stage = " of a stage" if options.pp > 1 else ""
         raise InputError(

@@ -158,7 +158,7 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
     are scaled by zero."""
     inner = []
     outer = []
-    is_off = wrapper.disable_adapters or wrapper.merged
+    is_off = wrapper.disable_adapters or wrapper.merged  # merged: the weights have them already
     for adapter in wrapper.lora_A:
         is_active = not is_off and adapter in wrapper.active_adapters
         inner.append(_inner_factor(wrapper, local_part(wrapper.lora_A[adapter].weight)))

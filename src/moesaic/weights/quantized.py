@@ -166,7 +166,7 @@ def _kind_of(table: Mapping[str, Any]) -> tuple[str, str]:
     if method in LOADED:
         return str(method), ""
     algorithm = table.get("quant_algo")
-    if method == "modelopt" and isinstance(algorithm, str):
+    if method == "modelopt" and isinstance(algorithm, str):  # it names the numbers
         is_fp8 = re.match(r"(MX)?FP8|MIXED_PRECISION", algorithm)
         return ("fp8" if is_fp8 else ""), algorithm
 

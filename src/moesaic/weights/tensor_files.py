@@ -379,6 +379,7 @@ def _index(path: Path) -> dict[str, str]:
     refused."""
     try:
         file_of: dict[str, str] = json.loads(read_text(path))["weight_map"]
+        # a name alone, no path, and no longer than a file's may be
         are_names = all(
             name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name
             for name in file_of.values()

@@ -79,7 +79,7 @@ def _router(
 
     def make(at: Region) -> torch.Tensor:
         """Return a region of the router's matrix: all of it is drawn anew, from the same seed."""
-        # no two pairs of seed and layer give the same number: a model has fewer layers
+        # no two pairs of seed and layer give the same number: a model has fewer layers than 100,003
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
         num_experts, dim = shape
         num_copies = num_experts // settings.granularity
