@@ -69,7 +69,7 @@ class Hub(AbstractFormat):
             for table in get_model_conversion_mapping(model.model, add_legacy=False)
             if not isinstance(table, PrefixChange)
         ]
-        # otherwise each call below looks the tables up again
+        # where `revert_weight_conversion` finds them: otherwise each call looks them up again
         model.model._weight_conversions = tables
         converters = [
             (table.reverse_transform(), table)

@@ -81,8 +81,10 @@ def dequantized(
                 tensors.pop(weight + part, None)
         elif tensor.dtype == torch.uint8 and absmax in stored:  # NF4 of stacked experts
             hidden = _table(folder / "config.json").get("hidden_size")
-            width = hidden if type(hidden) is int else 0
-            tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
+            width = hidden if type(hidden) is int else 0  # 0 is refused
+            tensors[name] = four_bit.of_experts(
+                tensor, scales=stored[absmax], name=name, hidden=width, folder=folder
+            )
             del tensors[absmax]
     reasons = [f"{name}: of activations or of a cache, not of a weight" for name in left_behind]
     return tensors, reasons
