@@ -64,6 +64,7 @@ class Hub(AbstractFormat):
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         """Yield where each tensor of transformers lies in the checkpoint, by the conversions of its
         model type."""
+        # as transformers itself does for a model that it has not loaded, whose prefix is unknown
         tables = [
             table
             for table in get_model_conversion_mapping(model.model, add_legacy=False)
