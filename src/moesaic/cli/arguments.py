@@ -53,7 +53,7 @@ def parse(
     hidden: Collection[tuple[type, str]] = ()
     if usual:
         if "-h" in words or "--help" in words:
-            hidden = _rest(kind, usual)
+            hidden = _unusual(kind, usual)
         words = ["--help" if word == "--help-all" else word for word in words]
 
     options: dict[str, Any] = {} if default is None else {"default": default}
@@ -100,7 +100,7 @@ def joined(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the words with `flag` and its value joined by "=": argparse takes no separate value
     that begins with hyphens."""
     words = list(arguments)
-    if flag in words[:-1]:
+    if flag in words[:-1]:  # the last word has no value after it
         index = words.index(flag)
         value = words[index + 1]
         words[index : index + 2] = [f"{flag}={value}"]
@@ -161,24 +161,26 @@ def _nearest(word: str, flags: list[str]) -> str:
     name = word.split("=")[0].lstrip("-").replace("_", "-")
     last_part = name.rpartition(".")[2]
     names = [flag.lstrip("-") for flag in flags]
+    # --top-k is meant for --model.moe.top-k
     near = [each for each in names if each.rpartition(".")[2] == last_part]
     if not near:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f", did you mean --{near[0]}?" if near else ""
 
 
-def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
-    """Return the fields, each a class and a name, of which and in which no flag is in `usual`."""
-    rest = set()
+def _unusual(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
+    """Return the fields, each a class and a name, of which and in which no flag is in `usual`;
+    `prefix` is what the flags of the dataclass begin with."""
+    unusual = set()
     hints = get_type_hints(kind)
     for field in fields(kind):
         flag = prefix + field.name.replace("_", "-")
         # the dots tell --model from --model-name, and match --model with --model.dim
         if not any(f"{name}.".startswith(f"{flag}.") for name in usual):
-            rest.add((kind, field.name))
+            unusual.add((kind, field.name))
         elif is_dataclass(hints[field.name]):
-            rest |= _rest(hints[field.name], usual, f"{flag}.")
-    return rest
+            unusual |= _unusual(hints[field.name], usual, prefix=f"{flag}.")
+    return unusual
 
 
 def _flags(kind: Any, prefix: str = "--") -> list[str]:

@@ -87,7 +87,7 @@ def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str])
         return failure.exitcode
     except SignalException as error:  # torchrun has passed it on, and the ranks have ended
         has_saved = saved_steps(options.out) != steps_before
-        return 0 if has_saved else 128 + error.sigval.value
+        return 0 if has_saved else 128 + error.sigval.value  # as shells say it of a signal
     finally:
         logging.disable(logging.NOTSET)
     return 0

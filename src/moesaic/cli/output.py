@@ -137,7 +137,7 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
         InputError: within the block: the output cannot be written.
         BrokenPipeError: within the block: its reader has gone.
     """
-    ends = asks_for_help or command not in LASTING
+    ends = asks_for_help or command not in LASTING  # else it goes on
     out = sys.stdout  # None if the process was started without one, as is standard error
     err = sys.stderr
 

@@ -184,7 +184,7 @@ def _command(
     folder: Path | str = "MODEL"
     if path.is_dir():
         folder = path
-    elif path.is_file():
+    elif path.is_file():  # a config.json
         folder = path.parent
 
     starts = "moesaic"
@@ -225,7 +225,8 @@ def _changes(
         what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
     ) -> FinetuneChange:
         """Return how a change speeds up the split with experts spread (`of_experts`), or the
-        fastest one; `other` is the changed cluster, and `changed` are changed sizes."""
+        fastest one; `other` is the changed cluster, and `changed` are changed sizes. `splits` are
+        by name: "experts" is that of experts spread over the ranks."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
         split_before = found.splits["experts" if of_experts else found.fastest]
         split_after = after.splits["experts" if of_experts else after.fastest]
@@ -250,7 +251,8 @@ def _changes(
         yield change("rows in fp8 on the wire, experts spread", of_experts=True, codecs=CODED)
     yield change("twice the sequences in a micro-batch", tokens=2 * tokens)
     if tokens > length:
-        yield change("half the sequences in a micro-batch", tokens=tokens // length // 2 * length)
+        sequences = tokens // length
+        yield change("half the sequences in a micro-batch", tokens=sequences // 2 * length)
     elif length % 2 == 0:
         yield change("sequences of half the length", tokens=tokens // 2, length=length // 2)
     yield change("transformers' own loss, with the logits of all tokens at once", logits=None)

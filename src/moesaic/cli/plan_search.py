@@ -272,6 +272,7 @@ class SearchOptions(JobOptions):
             except InputError:
                 if not isinstance(job.model, HubShape):
                     raise
+            # once more, with recomputation
             job = replace(job, model=replace(job.model, checkpoint_activations=True))
             return job, result_of(job)
 

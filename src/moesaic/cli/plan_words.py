@@ -419,8 +419,8 @@ def _about_whole_experts(result: Result) -> str:
 def _about_skew(
     job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: float | None
 ) -> Iterator[str]:
-    """Yield a line about the cost of skew, by default of a MaxVio of 1, unless none is given and
-    none is possible."""
+    """Yield a line about the cost of skew, of the MaxVio that is given, else of 1 (or the largest
+    that is possible); nothing for ep = 1 if none is given."""
     if best.grid.ep == 1:
         if max_vio is not None:
             yield f"a MaxVio of {max_vio:g}: costs nothing, since every rank has all experts"

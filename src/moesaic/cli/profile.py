@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.launch import launch
 
     torch.set_num_threads(1)
-    started = launch()
+    started = launch()  # this process as one of the ranks
     console = Console(stderr=True, quiet=not started.is_first)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:

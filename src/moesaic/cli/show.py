@@ -147,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
     layer = Workload(**sizes_of_layer) if found is None else replace(found.layer, **sizes_of_layer)
 
     compiled = compile_plan(plan, grid)
-    sizes_by_sample = None
+    sizes_by_sample = None  # then the simulator has even routing
     if options.samples:
         compiled = moving(compiled)  # the programs of calls in which samples may move
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
@@ -234,6 +234,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
         tokens = -(-copies.sum(1) // layer.top_k)  # rounded up
+        # units: hidden units of an expert's part on a rank
         call = CountedCall(copies, tokens=tokens, units=experts.units, experts=lambda: experts)
         unreplicated = budget.unreplicated  # the plan without replication: no rows (None) before
         # rows that the budget sends to other ranks, and slices; None if there are none
@@ -286,12 +287,12 @@ def _of_file(path: Path) -> OfFile:
     found = read_found(path)
     stages = table.get("pp", 1)
     mesh = {name: table[name] for name in MESH if name in table}
-    if found is None:
+    if found is None:  # the file has a plan, and maybe sizes of axes, alone
         options = ShowOptions(plan=plan, mesh=replace(MeshOptions(), **mesh))
         return OfFile(options=options, found=None, stages=stages)
     world = found.ranks // stages
     mesh["world"] = world
-    mesh["ranks_per_node"] = min(found.devices_per_node, world)
+    mesh["ranks_per_node"] = min(found.devices_per_node, world)  # a stage may be part of a node
     layer = {field.name: getattr(found.layer, field.name) for field in fields(LayerOptions)}
     options = ShowOptions(
         plan=plan, mesh=MeshOptions(**mesh), layer=LayerOptions(**layer), cluster=found.cluster
@@ -303,10 +304,10 @@ def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
     """Return the cluster: the one that the plan was found for, or one with more nodes of the same
     kind if the mesh has more nodes."""
     nodes = options.mesh.world // options.mesh.ranks_per_node
-    if found is None or options.cluster != found.cluster:
+    if found is None or options.cluster != found.cluster:  # of --cluster
         cluster = read_cluster(options.cluster)
         return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
-    if nodes > found.nodes:
+    if nodes > found.nodes:  # --mesh asks for more than the plan was found for
         return read_cluster(found.cluster, nodes=nodes)
     return read_cluster(found.cluster, nodes=found.nodes).of_devices(found.ranks)
 
@@ -368,7 +369,7 @@ def _by_sample(
     index = LayoutIndex(grid, layer.num_experts, samples_per_rank, parts=plan.chunks)
     # the target of each sample is the home that it has: none moves
     placed = PlacedIndex(index, targets=lambda: homes.targets(homes), length=length)
-    return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
+    return placed_sizes(grid, copies, placed, units=layer.hidden // grid.etp)
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
@@ -426,7 +427,7 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title:
         write_gantt(timelines, Path(options.gantt), title)
     if options.perfetto is not None:
         events = []
-        for number, timeline in enumerate(timelines.values()):
+        for number, timeline in enumerate(timelines.values()):  # a process for each program
             events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
         try:
             write(Path(options.perfetto), json.dumps({"traceEvents": events}), typed=True)

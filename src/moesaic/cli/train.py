@@ -146,7 +146,7 @@ def _configured(
     config = TrainConfig()
     if "--preset" in taken:
         name = taken["--preset"]
-        if name in MODELS and name not in presets:
+        if name in MODELS and name not in presets:  # one that the planner knows
             kind = MODELS[name].model.block.kind
             other = "moesaic train --preset" if kind == "decoder" else "moesaic bench paper-train"
             raise InputError(f"preset {name} is of kind {kind}: train it with {other} {name}")

@@ -42,8 +42,8 @@ def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[
             as they are asked for, by the ranks of the stage together.
         ranks: the ranks.
     """
-    sharing = ranks.world // ranks.pp
-    sends = ranks.stage > 0 and ranks.rank % sharing == 0
+    per_stage = ranks.world // ranks.pp
+    sends = ranks.stage > 0 and ranks.rank % per_stage == 0  # the first rank of a later stage
     for name, tensor in own:
         if sends:
             dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, device=CPU)
@@ -53,7 +53,7 @@ def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[
         dist.send_object_list([None], 0, device=CPU)
     if ranks.is_first:
         for stage in range(1, ranks.pp):
-            sender = stage * sharing
+            sender = stage * per_stage
             while True:
                 # what comes next, before it comes: (name, shape, dtype), or None at the end
                 description: list[tuple[str, torch.Size, torch.dtype] | None] = [None]

@@ -34,7 +34,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
         raise InputError(
             f"--pp {options.pp}: {options.pp} stages do not divide {world} ranks: choose a divisor"
         )
-    sharing = world // options.pp
+    sharing = world // options.pp  # the ranks of a stage, which share its experts
     if options.batch % (sharing * options.micro_batch):
         of_stage = " of a stage" if options.pp > 1 else ""
         raise InputError(
@@ -111,7 +111,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
     elif device_of(options) == "cuda":
         memory = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        memory = psutil.virtual_memory().available / world
+        memory = psutil.virtual_memory().available / world  # ranks share the host's
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
         """Return the prediction for a length of sequences and a number of ranks."""
@@ -126,7 +126,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             rank=options.rank,
             logits=LOSS_TOKENS,
             projections=4,  # linear layers of attention with adapters: q, k, v and o
-            stages=(options.pp, max(options.batch // at_once, 1)),  # and micro-batches
+            # (stages, micro-batches of a step)
+            stages=(options.pp, max(options.batch // at_once, 1)),
         )
 
     prediction = predicted(options.length, world)

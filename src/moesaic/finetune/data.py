@@ -185,18 +185,18 @@ def _documents(data: str) -> Iterator[tuple[str, Any]]:
     suffix = suffix_of(path)
     where = ""
     try:
-        if not path.is_file() or suffix in TABLES:
+        if not path.is_file() or suffix in TABLES:  # a dataset of `datasets`, or a table
             for number, row in enumerate(_dataset(data), 1):
                 yield f"row {number}", row
-        elif suffix not in (LINES, LIST):
+        elif suffix not in (LINES, LIST):  # a text, one document
             text = read_bytes(path).decode("utf-8-sig")
             if "\0" in text:
                 raise ValueError("it has zero bytes")
             yield "the text", {"text": text}
-        elif suffix == LIST and _is_list(path):
+        elif suffix == LIST and _is_list(path):  # one list of JSON
             for number, entry in enumerate(parsed(read_bytes(path)), 1):
                 yield f"entry {number}", entry
-        else:
+        else:  # JSON lines
             with open_file(path) as file:
                 for number, line in enumerate(file, 1):
                     where = f" line {number}:"
@@ -224,10 +224,11 @@ def _dataset(data: str) -> Any:
     import datasets
 
     try:
+        # a folder that `datasets` saved: one split, or several by name
         if Path(data, "state.json").exists() or Path(data, "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(data)
             return loaded["train"] if isinstance(loaded, dict) else loaded
-        if Path(data).is_file():
+        if Path(data).is_file():  # a table
             builder = TABLES[suffix_of(Path(data))]
             return datasets.load_dataset(builder, data_files=data, split="train")
         return datasets.load_dataset(data, split="train")

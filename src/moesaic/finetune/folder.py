@@ -307,13 +307,13 @@ class FinetuneFolder:
         with self._together(what):
             write_into(unfinished)
         with self._together(what):
-            if self._ranks.is_first and within is not None:
+            if self._ranks.is_first and within is not None:  # as a whole
                 for path in sorted(unfinished.iterdir()):
                     flush(path)
                 flush(unfinished)
                 require_place(target, "nothing")
                 os.replace(unfinished, target)
-            elif self._ranks.is_first:
+            elif self._ranks.is_first:  # file by file
                 files = sorted(unfinished.iterdir())
                 for path in files:  # all of them before the first one is put
                     require_place(target / path.name)
@@ -361,9 +361,10 @@ class FinetuneFolder:
 
     def _checked(self, path: Path) -> Path:
         """Return a checkpoint if all its files match their checksums; DamagedError if not."""
+        # the names of its files tell how many ranks wrote it: states of all of them are needed
         num_ranks = saved_ranks(sealed_sums(path))
         states = [states_name(rank, num_ranks) for rank in range(num_ranks)]
-        sums = sealed_sums(path, [ADAPTERS, TRAINER_STATE, RUN, *states])
+        sums = sealed_sums(path, needed=[ADAPTERS, TRAINER_STATE, RUN, *states])
         for name in sums:
             if not CHECKPOINTS.is_own(name):
                 raise DamagedError(f"{COMPLETE} lists {name!r:.100}, which no checkpoint has")

@@ -31,7 +31,7 @@ def loss_in_parts(
     Args:
         model: the model, under PEFT or not; all ranks call it together.
         ids: (1, length) a sequence to try it with, the same on all ranks.
-        tokens: whose logits are computed at a time.
+        tokens: number of tokens whose logits are computed at a time.
         loss_of: computes the loss of sequences, all ranks together; None if `model` does.
 
     Returns:

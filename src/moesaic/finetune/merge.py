@@ -171,6 +171,7 @@ def _tensors(base: nn.Module) -> Iterator[_StoredTensor]:
             if name not in module._non_persistent_buffers_set:
                 tensors[name] = buffer
         for name, tensor in tensors.items():
+            # what PEFT's wrappers wrap is their `base_layer`
             plain_name = f"{path}.{name}".replace(".base_layer", "")
             yield _StoredTensor(plain_name, module, name, tensor)
 

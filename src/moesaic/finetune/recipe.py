@@ -91,7 +91,7 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
     require(options, world)
     device = device_of(options)
     ranks = Ranks.of_world()
-    cut = None
+    cut = None  # the stage that this rank has, if there are several
     if options.pp > 1:
         ranks, cut = ranks_in_stages(options.pp, device)
     transformers.logging.set_verbosity_error()
@@ -179,7 +179,7 @@ def adapted(
         return adapt(base, options)
     per_stage = ranks.world // ranks.pp
     base = load_stage(source, cut, **loading(options, per_stage, device))
-    whole = Architecture(read_config(source, methods=LOADED)).model
+    whole = Architecture(read_config(source, methods=LOADED)).model  # on the meta device
     group = None if ranks.mesh is None else ranks.mesh.process_group  # the ranks of the stage
     with cut.layers_on_meta(base, whole):
         return adapt(base, options, group)
@@ -251,7 +251,7 @@ class Run:
             self.staged = StagedModel(
                 model.get_base_model(),
                 ranks,
-                (options.micro_batch, options.length),
+                tokens=(options.micro_batch, options.length),
                 count=self._accumulation,
                 device=device,
                 flies=options.micro_batches_in_flight == 2,
@@ -355,6 +355,7 @@ class Run:
                 f"{start / ADAPTERS}: holds no adapters of this run ({reason:.200}): take the "
                 "checkpoint away"
             ) from error
+        # names of adapters have this part; the frozen weights are not in the file
         lost = [name for name in (*found.missing_keys, *found.unexpected_keys) if "lora_" in name]
         if lost:
             raise InputError(

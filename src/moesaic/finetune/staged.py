@@ -75,6 +75,7 @@ class StagedModel:
             the mean loss over all ranks' tokens, ().
         """
         losses: list[Tensor] = []  # the schedule adds each micro-batch's part of the mean
+        # only the first stage reads tokens, and only the last one compares them with targets
         inputs = (ids,) if self._ranks.stage == 0 else ()
         ends: dict[str, Any] = {"target": ids, "losses": losses} if self._is_last else {}
         with as_parts_raise():
@@ -98,10 +99,10 @@ class StagedModel:
         logits = self.logits(ids)
         first_of_last_stage = (self._ranks.pp - 1) * (self._ranks.world // self._ranks.pp)
         if self._ranks.rank == first_of_last_stage:
-            dist.send(logits.float().cpu(), 0)
+            dist.send(logits.float().cpu(), dst=0)
         elif self._ranks.is_first:
             logits = torch.empty(*ids.shape, self._vocab_size)
-            dist.recv(logits, first_of_last_stage)
+            dist.recv(logits, src=first_of_last_stage)
         return logits
 
     @torch.no_grad()

@@ -209,7 +209,8 @@ def ranks_in_stages(stages: int, device_type: DeviceType) -> tuple[Ranks, StageC
 
 
 def _meshes(device_type: str, stages: int, per_stage: int) -> TransformersDeviceMesh:
-    """Return all ranks as transformers' meshes: stages of some ranks that share experts."""
+    """Return all ranks as transformers' meshes, of dense layers and of experts: stages of
+    `per_stage` ranks, which share experts (its axis ep) and have data of their own (fsdp)."""
     dense = init_device_mesh(
         device_type, (stages, 1, per_stage, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
     )

@@ -134,9 +134,10 @@ def states_of_split(
     if world_before == ranks.world:
         states = read_states(folder / states_name(ranks.rank, world_before))
         names = states.pop(NAMES, without_stages)
-        if sorted(names) == sorted(own):
+        if sorted(names) == sorted(own):  # of the same split
             return states
 
+    # name of an adapter -> its state on each earlier rank that had it, or a part of it
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
     for rank_before in range(world_before):
         states = read_states(folder / states_name(rank_before, world_before))
@@ -152,14 +153,14 @@ def states_of_split(
         if not of_ranks:
             raise DamagedError(f"no states-*.safetensors has {name}")
         named[name] = _joined(model, name, of_ranks)
-    options = result["optimizer"]["param_groups"][0]
+    options = result["optimizer"]["param_groups"][0]  # taken for all groups
     return result | {"optimizer": {"named": named, "options": options}}
 
 
 def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's states as `load_state_dict` takes them, from "optimizer" of
-    `states_of_split`."""
-    if "named" not in states:
+    """Return an optimizer's states as `load_state_dict` takes them; `states` is the entry
+    "optimizer" of what `states_of_split` returns."""
+    if "named" not in states:  # of the same split: numbered already
         return states
     own = optimizer.state_dict()
     options = dict(states["options"])
@@ -184,6 +185,7 @@ def require_states(kept: dict[str, Any], optimizer: Any) -> None:
         shapes = {name: tuple(each.shape) for name, each in found["state"][number].items()}
         if shapes != {"step": (), **dict.fromkeys(MOMENTS, tuple(local.shape))}:
             raise DamagedError(f"those of adapter {number} have the shapes {shapes}")
+    # as many groups as the optimizer has: the numbers in them are computed with
     pairs = [*zip(own["param_groups"], found["param_groups"])]
     numbers = [(name, group[name]) for _, group in pairs for name in ("lr", "eps", "weight_decay")]
     numbers += [(name, kept["schedule"][name]) for name in ("last_epoch", "_step_count")]
@@ -217,7 +219,7 @@ def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[st
     if isinstance(parameter, DTensor):
         ranks = parameter.device_mesh.size()
         place = parameter.device_mesh.get_local_rank()
-    num_experts = wrapper.num_experts * ranks
+    num_experts = wrapper.num_experts * ranks  # the wrapper counts this rank's own
 
     def own_part(values: list[Any]) -> Any:
         """Return this rank's part of a state of which `values` are the parts; numbers are equal."""

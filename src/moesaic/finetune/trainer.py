@@ -93,6 +93,7 @@ def _give(states: dict[str, Any], optimizer: Any, lr_scheduler: Any) -> None:
             _distribute_like(parameter, values)
     optimizer.load_state_dict(states["optimizer"])
     lr_scheduler.load_state_dict(states["schedule"])
+    # of the CPU, then of each GPU, as `write_own` has them
     torch.set_rng_state(states["random"][0])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["random"][1:])
@@ -187,7 +188,7 @@ class Show(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show a step."""
-        if "loss" not in logs:
+        if "loss" not in logs:  # of the whole training, at its end
             return
         now = time.perf_counter()
         speed = self._tokens / (now - self._before)

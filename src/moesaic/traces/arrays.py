@@ -89,5 +89,6 @@ def array_of(file: IO[bytes], most_bytes: int) -> np.ndarray:
     data = file.read(size)
     if len(data) < size:
         raise EOFError(f"it ends after {len(data):,} of {size:,} bytes")
-    flat = np.frombuffer(bytearray(data), dtype)  # an array over bytes cannot be written
+    # a bytearray, since an array over bytes cannot be written to
+    flat = np.frombuffer(bytearray(data), dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C")

@@ -329,8 +329,8 @@ class TraceShape:
         return (self.accumulation, self.num_layers, self.tokens, self.top_k)
 
     def dtype(self, holds: Holds) -> np.dtype[Any]:
-        """Return the integer dtype of a table; a sequence has at most `seq_len` copies for an
-        expert, and a choice that was not sent is -1 - expert."""
+        """Return the smallest integer dtype of a table; a sequence has at most `seq_len` copies for
+        an expert, and a choice that was not sent is -1 - expert, at least -num_experts."""
         return np.min_scalar_type(self.seq_len if holds == "counts" else -self.num_experts)
 
     def bytes_per_step(self, holds: Holds) -> int:

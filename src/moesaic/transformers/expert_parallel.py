@@ -142,6 +142,7 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
         InputError: transformers uses the name for another implementation, or `plan` is not a plan.
     """
     registry: Any = EPImplementationInterface()
+    # a partial is what an earlier call registered below
     if name in registry and not isinstance(registry[name], partial):
         raise InputError(f"ep_implementation={name!r} is taken: choose another name for the plan")
     if not isinstance(plan, Plan | Compiled):

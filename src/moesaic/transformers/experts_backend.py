@@ -137,7 +137,7 @@ def _recognised(module: Any) -> Gate | None:
         pre_activations = [gate.reshape(1, -1), up.reshape(1, -1)]
         if module.is_concatenated:
             computed = module._apply_gate(torch.cat(pre_activations, 1))
-        else:
+        else:  # gate and up in turn
             computed = module._apply_gate(torch.stack(pre_activations, 2).flatten(1))
     else:
         pre_activations = [points.reshape(1, -1)]
@@ -164,7 +164,7 @@ def _candidates(module: Any) -> Iterator[Gate]:
     for limit in limits:
         for alpha in (1.0, *alphas):
             for offset in (0.0, 1.0):
-                yield Gate("silu", Clamp(limit, alpha, offset))
+                yield Gate("silu", Clamp(limit, alpha=alpha, offset=offset))
 
 
 def _positive_numbers(module: Any, names: tuple[str, ...]) -> list[float]:
@@ -263,6 +263,7 @@ def experts_forward(
     reason = refusal(self)
     if reason is not None:
         warn(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
+        # the family's own method, which the decorator of transformers has wrapped
         output: Tensor = type(self).forward.__wrapped__(
             self, hidden_states, top_k_index, top_k_weights
         )
@@ -296,7 +297,7 @@ def sorted_copies(
         expert = expert.index_select(0, local)
         weight = weight.index_select(0, local)
         rows_per_token = None  # it differs from token to token
-    # one more is counted, and left out: that which marks experts of other ranks
+    # all copies count (alive_N=None); the last count, of the mark of other ranks, is left out
     counts = count(expert, alive_N=None, num_experts=module.num_experts + 1)
     counts = counts[: module.num_experts]
     permutation = sort_by_expert(

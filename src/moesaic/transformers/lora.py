@@ -158,13 +158,13 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
     are scaled by zero."""
     inner = []
     outer = []
-    is_off = wrapper.disable_adapters or wrapper.merged
+    is_off = wrapper.disable_adapters or wrapper.merged  # merged: the weights have them already
     for adapter in wrapper.lora_A:
         is_active = not is_off and adapter in wrapper.active_adapters
         inner.append(_inner_factor(wrapper, local_part(wrapper.lora_A[adapter].weight)))
         of_adapter = _outer_factor(wrapper, local_part(wrapper.lora_B[adapter].weight))
         outer.append(of_adapter * (wrapper.scaling[adapter] if is_active else 0.0))
-    return torch.cat(inner, 1), torch.cat(outer, 2)
+    return torch.cat(inner, 1), torch.cat(outer, 2)  # the ranks r of all adapters together
 
 
 def _inner_factor(wrapper: Any, lora_a: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ def is_frozen(experts: nn.Module) -> bool:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts,
-    with their adapters.
+    """Run a module's experts as `experts_backend.experts_forward` does; those in NF4, or with
+    adapters through `adopt_adapters`, as frozen experts.
 
     Args:
         hidden_states: (tokens, dim).
@@ -253,7 +253,7 @@ def adopt_adapters(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     """
     spread: list[Any] = []  # wrappers of experts on several ranks
     implementations = []
-    for wrapper in _as_peft_made(model):
+    for wrapper in _as_peft_made(model):  # all modules: what follows skips those of no adapters
         if hasattr(wrapper, "reset_lora_parameters"):
             _draw(wrapper, getattr(model, "peft_config", {}))
         experts = _adapted(wrapper)
@@ -388,7 +388,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             part = part_of(name, old.detach())
             linear.weight = nn.Parameter(part, requires_grad=old.requires_grad)
             new_of[old] = linear.weight
-            # a trainer's optimizer may hold it until its first step
+            # frees the whole factor, which a trainer's optimizer may hold until its first step
             old.data = old.data.new_empty(0)
     wrapper.num_experts = num_experts // ranks
     wrapper.register_state_dict_post_hook(gather)

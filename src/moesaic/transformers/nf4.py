@@ -80,6 +80,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         """Shard scales like the weights."""
         for name, style in list(plan.items()):
+            # transformers' word for weights whose experts are shared out
             if style == "grouped_gemm" and name.endswith("_proj"):
                 plan[scales_name(name)] = style
                 if self.quantization_config.double:
@@ -130,6 +131,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
             for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
                 # PEFT looks there for the shape of a weight that is stored otherwise.
                 getattr(module, name).ds_shape = shape
+            # `MoesaicEP`, which is there as `_moesaic` on several ranks, has done it itself
             if hasattr(module, "moesaic_whole_shapes") and not hasattr(module, "_moesaic"):
                 adopt_at_first_call(module)
         return model
@@ -145,7 +147,7 @@ class _Quantize(ConversionOps):
         """Return codes and scales, by name. A weight may be read while its experts are iterated."""
         stacked: dict[str, Tensor] = {}
         for full_name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
+            weight = value[0] if isinstance(value, list) else value  # a list has one weight
             path, _, name = full_name.rpartition(".")
             module = model.get_submodule(path)
             for number, matrix in enumerate(weight):

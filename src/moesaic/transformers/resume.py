@@ -155,6 +155,7 @@ class Resumable:
             return
         # FSDP2 gives a model a class of its own, derived from the model's and from FSDPModule.
         classes: list[Any] = list(type(self.model).__mro__)
+        # the first of the others is the model's own
         of_model = [each for each in classes if not issubclass(each, FSDPModule)]
         distributed = getattr(self.model.config, "distributed_config", None)
         # a copy, so that the model's own stays as it is
@@ -280,7 +281,7 @@ def _load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             state[name] = options[name]
-        elif isinstance(value, DTensor) and tensors[name] is not value:
+        elif isinstance(value, DTensor) and tensors[name] is not value:  # read as other blocks
             state[name] = tensors[name].redistribute(placements=value.placements)
     set_optimizer_state_dict(model, optimizer, state, options=FLAT)
 

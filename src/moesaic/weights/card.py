@@ -53,7 +53,7 @@ def card(model_type: str, receipt: Mapping[str, Any], before: str = "") -> str:
 
 def _rows(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the table says, by the words of its first column."""
-    made_from = receipt.get("source", {}).get("format")
+    made_from = receipt.get("source", {}).get("format")  # None of an exported run
     rows: dict[str, Any] = {"made by": f"Moesaic {__version__}"}
     if made_from:
         rows["made by"] += f", from a checkpoint in the format {made_from}"

@@ -71,8 +71,8 @@ class Checkpoint:
     """Entries of the checkpoint that are not part of the model as transformers loads it."""
 
     def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
-        """Return the weights, or one optimizer state, in another layout. Each tensor is gathered
-        when it is read.
+        """Return the weights (`state` None), or one optimizer state, in another layout, by its
+        stored names. Each tensor is gathered when it is read.
 
         Raises:
             InputError: of the tensors that become one, only some have the state, or their counters
@@ -84,7 +84,7 @@ class Checkpoint:
             tensor = GatheredTensor(name, layout, source=self.layout, tensors=sources)
             present = [source_name for source_name in tensor.source_names if source_name in sources]
             if not present:
-                continue
+                continue  # this tensor has no such state
             is_same_for_all = len(present) == len(tensor.source_names)
             if state == COUNTER:
                 # A counter is one number per parameter: nothing to gather, but all must agree.
@@ -117,14 +117,14 @@ class Checkpoint:
         hashers: dict[str, Any] = {}  # by name, a hash or a list of hashes that are added to
         for name in sorted(tensors):
             tensor = tensors[name]
-            experts = self.model.experts_of(name)
-            if experts is None or not tensor.shape:
+            module_name = self.model.experts_of(name)  # None if it is of no experts module
+            if module_name is None or not tensor.shape:  # a counter has no dimension of experts
                 hashers[name] = hashlib.sha256()
                 _add_region(hashers[name], tensor, full_region(tensor.shape))
                 continue
-            if experts not in hashers:
-                hashers[experts] = [hashlib.sha256() for _ in range(tensor.shape[0])]
-            for expert, hasher in enumerate(hashers[experts]):
+            if module_name not in hashers:
+                hashers[module_name] = [hashlib.sha256() for _ in range(tensor.shape[0])]
+            for expert, hasher in enumerate(hashers[module_name]):
                 of_expert = (range(expert, expert + 1), *full_region(tensor.shape[1:]))
                 _add_region(hasher, tensor, of_expert)
 
@@ -209,7 +209,8 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
             )
         _check_shape(checkpoint, name, f"{folder}: {in_file}")
 
-    extra = stored.keys() - name_of.keys() - _add_states(checkpoint, format, stored)
+    names_of_states = _add_states(checkpoint, format, stored)
+    extra = stored.keys() - name_of.keys() - names_of_states
     ignorable = _ignorable(model, extra)
     unknown = extra - ignorable
     if unknown:
@@ -254,6 +255,7 @@ def _of_more_tokens(config: Any) -> list[str]:
     num_more = max(_count(text_config, name) for name in MORE_TOKENS)
     if not num_more:
         return []
+    # they are layers after the last one, or modules of their own
     numbers = "|".join(str(num_layers + number) for number in range(num_more))
     return [rf"^model\.layers\.({numbers})\.", r"^(model\.)?(mtp|nextn)(_\w+)?\."]
 
@@ -272,8 +274,8 @@ def _without_copies(
     that it is tied to.
 
     Returns:
-        the model, untied if the two differ; the tensors that it has, by their stored names; and the
-        copies that are left out.
+        the model, untied if the two differ; the tensors that it has, by their names in the files;
+        and the copies that are left out, in words.
     """
     if not model.tied:
         return model, stored, []

@@ -44,6 +44,7 @@ def contents_of(folder: Path) -> str:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{folder / CONFIG}: cannot be read ({error}): fetch it again") from error
     digest = hashlib.sha256(config.encode())
+    # all of them, since none is computed here
     tensors = {
         name: tensor for name, tensor in sorted(stored.items()) if isinstance(tensor, Stored)
     }

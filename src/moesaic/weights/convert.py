@@ -65,6 +65,7 @@ def convert(
     before = old.checkpoint if upcycle is None else upcycled(old.checkpoint, upcycle)
     tensors, unplaced = _named(before, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    # tokenizer and the like, which only lie beside weights in the hub's format
     others = companions(folder) if "hf" in (to, old.format) else {}
     with filling(target):
         after = _written(target, to, before, tensors, others)
@@ -127,7 +128,8 @@ def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> Non
 def _named(before: Checkpoint, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
     """Return the tensors to write by their names in a format's files, and the optimizer states that
     the format cannot store."""
-    layout = Layout(format.blocks(before.model, ()), before.model.shapes, format.title)
+    blocks = format.blocks(before.model, names=())  # () to write
+    layout = Layout(blocks, before.model.shapes, format.title)
     named: dict[str, Readable] = {}
     unplaced = []
     for state in before.tensors:
@@ -193,6 +195,7 @@ def verify(out: str | Path) -> dict[str, Any]:
         )
     receipt = _read_receipt(folder / RECEIPT)
     model = Architecture(read_config(folder))
+    # a tied weight that equals its twin is listed with more words than its name
     lost = receipt.left_behind & model.tied.keys()
     if lost:
         raise InputError(

@@ -77,11 +77,12 @@ class FourBit:
         stored_scales = self.scales.read((range(first_block, end_block),))
         scales = torch.from_numpy(stored_scales).view(self.scales.dtype)
         if self.values is not None and self.groups is not None:
+            # each scale is a byte: the number of one of `values`, which its group scales
             group_of_scale = torch.arange(first_block, end_block) // self.size
             group_scales = _whole(self.groups)[group_of_scale]
             scales = _whole(self.values)[scales.int()] * group_scales + self.offset
 
-        block_bytes = nf4.BLOCK // 2
+        block_bytes = nf4.BLOCK // 2  # two codes a byte
         code_bytes = range(first_block * block_bytes, end_block * block_bytes)
         codes = torch.from_numpy(self.codes.read((code_bytes,))).view(torch.uint8)
 
@@ -127,7 +128,7 @@ def of_experts(codes: Stored, scales: Stored, name: str, hidden: int, folder: Pa
     """
     experts = codes.shape[0]
     numbers_per_expert = 2 * math.prod(codes.shape[1:])
-    other = numbers_per_expert // max(hidden, 1)
+    other = numbers_per_expert // max(hidden, 1)  # the matrix's other dimension
     # Matrices are (out, in), and the down projection's output is a token.
     shape = (experts, hidden, other) if name.endswith("down_proj") else (experts, other, hidden)
     found = FourBit(shape=shape, codes=_flat(codes), scales=_flat(scales))

@@ -107,7 +107,8 @@ class Fp8:
         found = [each for each in scale_names if each in self._stored]
         if len(found) != 1:
             has = f"scales of two names, {' and '.join(found)}" if found else "no scales"
-            rows_and_columns, _ = self._configured_block("_scale_inv")
+            # for the message, the block that scales of the usual name would have
+            rows_and_columns, _ = self._configured_block(scale_name="_scale_inv")
             raise self._refusal(name, f"it has {has}", rows_and_columns)
 
         (scale_name,) = found
@@ -141,8 +142,9 @@ class Fp8:
                 raise self._refusal(
                     name, f"is {list(shape)}, and its scales are {list(grid)}", rows_and_columns
                 )
+        # No block was configured, or only that of some weights: the shapes must tell.
         if math.prod(grid) == 1:
-            return tuple(max(size, 1) for size in shape)
+            return tuple(max(size, 1) for size in shape)  # one scale for the whole weight
 
         aligned = self._aligned(shape, grid)
         if aligned is None:
@@ -181,8 +183,8 @@ class Fp8:
             candidates = (1,)
         else:
             candidates = (self._group_size(), BLOCK, GROUP)
-        for candidate in candidates:
-            if candidate > 0 and -(-size // candidate) == num_scales:
+        for candidate in candidates:  # the configured size is 0 if the configuration has none
+            if candidate > 0 and -(-size // candidate) == num_scales:  # rounded up
                 return candidate
         return None
 
@@ -204,7 +206,7 @@ class Fp8:
             configured = of_groups[0] if of_groups else None
         if configured is None:
             is_fp8 = self._table.get("quant_method", "fp8") == "fp8"
-            is_unsaid = is_fp8 and "weight_block_size" not in self._table
+            is_unsaid = is_fp8 and "weight_block_size" not in self._table  # null is an answer
             if is_unsaid and scale_name.endswith("_inv"):
                 return (BLOCK, BLOCK), False
             return None, False
@@ -299,11 +301,12 @@ def _without_ones(grid: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, .
 def _product(
     weight: Stored, scales: Stored, grid: tuple[int, ...], block: tuple[int, ...], at: Region
 ) -> Tensor:
-    """Return a weight's values in a region, bfloat16."""
+    """Return a weight's values in a region `at`, bfloat16: its elements times their scales."""
     whole = ranges(at)
     elements = torch.from_numpy(weight.read(whole)).view(weight.dtype).float()
 
     stored_scales = torch.from_numpy(scales.read(full_region(scales.shape)))
+    # plain bytes are e8m0
     kind = torch.float8_e8m0fnu if scales.dtype == torch.uint8 else scales.dtype
     factors = stored_scales.reshape(-1).view(kind).float().view(grid)
     # Repeats each block's scale for the elements of the region that lie in it.

@@ -64,12 +64,13 @@ class Hub(AbstractFormat):
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         """Yield where each tensor of transformers lies in the checkpoint, by the conversions of its
         model type."""
+        # as transformers itself does for a model that it has not loaded, whose prefix is unknown
         tables = [
             table
             for table in get_model_conversion_mapping(model.model, add_legacy=False)
             if not isinstance(table, PrefixChange)
         ]
-        # otherwise each call below looks the tables up again
+        # where `revert_weight_conversion` finds them: otherwise each call looks them up again
         model.model._weight_conversions = tables
         converters = [
             (table.reverse_transform(), table)
@@ -85,7 +86,7 @@ class Hub(AbstractFormat):
             if tensor in names and not hub_tensors.keys() <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
                 yield StoredBlock(tensor, at=whole, tensor=tensor, index=whole)
-            elif not operations:
+            elif not operations:  # only renamed
                 (name,) = hub_tensors
                 yield StoredBlock(name, at=whole, tensor=tensor, index=whole)
             # a matrix of each kind for each expert

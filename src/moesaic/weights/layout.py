@@ -107,7 +107,7 @@ class StoredBlock:
             in_tensor = self.index[tensor_dim]
             assert isinstance(in_stored, range)
             assert isinstance(in_tensor, range)
-            index[tensor_dim] = _matching(in_stored, at[stored_dim], in_tensor)
+            index[tensor_dim] = _matching(in_stored, part=at[stored_dim], target=in_tensor)
         return StoredBlock(
             self.stored,
             at=tuple(at),
@@ -133,6 +133,7 @@ def _intersect(a: Dim, b: Dim) -> Dim | None:
         return None
     if window.step > 1 and (window.start - strided.start) % strided.step:
         return None  # of the same step, but out of phase
+    # how many elements of `strided` lie before the window, and how many before the window's end
     num_before = -((strided.start - window.start) // strided.step)  # rounded up
     first = max(0, num_before)
     end = min(len(strided), (window[-1] - strided.start) // strided.step + 1)
@@ -145,9 +146,10 @@ def _matching(whole: range, part: Dim, target: range) -> Dim:
     if isinstance(part, int):
         return target[whole.index(part)]
     first = whole.index(part[0])
-    # `_intersect` keeps a step or widens a step of 1, so this is at least 1; a slice refuses 0
+    # how many positions of `whole` one step of the part is
     step = max(1, part.step // whole.step)
-    return target[first : first + (len(part) - 1) * step + 1 : step]
+    last = first + (len(part) - 1) * step
+    return target[first : last + 1 : step]
 
 
 def full_region(shape: Iterable[int]) -> tuple[range, ...]:
@@ -255,6 +257,7 @@ class Layout:
             self.by_stored.add(block)
             self.by_tensor.add(block.flipped())
             num_placed[block.tensor] += volume(block.index)
+            # the size that the stored tensor must have along each dimension to hold the block
             ends = tuple(dim[-1] + 1 for dim in ranges(block.at))
             shape_so_far = self.shapes.get(block.stored, ends)
             self.shapes[block.stored] = tuple(
@@ -269,6 +272,7 @@ class Layout:
             )
         if copies:
             return
+        # blocks that hold every stored element once: no gaps, no overlaps
         for name, shape in self.shapes.items():
             num_filled = sum(
                 volume(part.at) for _, part in self.by_stored.cuts(name, full_region(shape))
@@ -334,6 +338,7 @@ class GatheredTensor:
         # these, and back again to find where each of them belongs in this tensor.
         for _, own_part in self.layout.by_stored.cuts(self.name, at):
             for _, source_part in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
+                # `source_part.at` are elements of the model's tensor, as the part was flipped
                 target = own_part.flipped().cut(source_part.at)
                 assert target is not None
                 values = self.tensors[source_part.tensor].read(source_part.index)
@@ -352,6 +357,7 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         if isinstance(place, int):
             index.append(dim.index(place))
             continue
+        # positions in the array are evenly spaced, as the indices in `place` are
         first = dim.index(place[0])
         last = dim.index(place[-1])
         num_steps = max(1, len(place) - 1)

@@ -50,13 +50,14 @@ def load_model(
     """
     of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
     folder = source_folder(source, **of_hub)
+    # state: name -> the tensor, from which transformers' loader takes slices
     architecture, state, is_named_as_stored = _state(folder)
     into_four_bits = isinstance(options.get("quantization_config"), FourBitExpertsConfig)
     if into_four_bits and not is_named_as_stored:
         for path, module in architecture.experts.items():
             for weight in four_bit_weights(module):
                 name = f"{path}.{weight}"
-                state[name] = OneByOne(state[name], range(module.num_experts))
+                state[name] = OneByOne(state[name], own=range(module.num_experts))
 
     # `torch_dtype` is the option's earlier name
     dtype = options["dtype"] if "dtype" in options else options.pop("torch_dtype", "auto")
@@ -71,7 +72,7 @@ def load_model(
     model, info = class_of(type(architecture.model)).from_pretrained(
         None, config=architecture.config, state_dict=state, output_loading_info=True, **options
     )
-    if is_named_as_stored:
+    if is_named_as_stored:  # else `open_checkpoint` has compared the tensors with the model
         require_all(model, info, folder)
     model.name_or_path = str(source)
     if "_weight_conversions" in vars(model) and not is_named_as_stored:

@@ -125,7 +125,7 @@ def compare_merged(adapted: Tensor, merged: Tensor, dtype: torch.dtype, out: str
 def require_alike(found: dict[str, Any], where: str) -> None:
     """Raise InputError if logits that were compared differ by more than rounding."""
     largest = found["largest_difference"]
-    most = found.get("largest", 1.0)
+    most = found.get("largest", 1.0)  # missing, with a difference of 0, if nothing was compared
     if not largest <= TOLERANCE * most:  # so that a NaN is refused too
         raise InputError(
             f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} "
@@ -179,7 +179,7 @@ def _loaded(side: Side) -> Any:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         side.folder,
         config=config,
-        dtype=torch.bfloat16 if quantized else dtype,
+        dtype=torch.bfloat16 if quantized else dtype,  # as quantized weights are read by us
         local_files_only=True,
     ).to(dtype)
 
@@ -205,7 +205,7 @@ def _can_load(side: Side) -> bool:
         return True
     block = sizes_of_blocks(table)
     if block is None:
-        return False
+        return False  # scales of another form than blocks, or another quantization
     for name, tensor in side.checkpoint.tensors[None].items():  # the weights, by stored name
         if not isinstance(tensor, Computed):  # what is computed on reading was quantized
             continue

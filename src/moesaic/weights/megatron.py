@@ -57,7 +57,7 @@ def grouped(projection: str) -> Place:
         # All is counted in blocks of one head's rows. A group's blocks in the joint tensor:
         # its queries, their gates, its key, its value.
         before_key = queries * kinds
-        per_group = before_key + 2
+        per_group = before_key + 2  # the key and the value
         num_rows = part.shape[part.rows]
 
         if projection != "q":
@@ -71,7 +71,7 @@ def grouped(projection: str) -> Place:
         head_rows = num_rows // (num_groups * queries * kinds)
         for head in range(num_groups * queries):
             group, query = divmod(head, queries)
-            for kind in range(kinds):
+            for kind in range(kinds):  # 0: the head's query, 1: its gate
                 target = group * per_group + kind * queries + query
                 yield "", _block(head * kinds + kind, head_rows), _block(target, head_rows)
 
@@ -270,15 +270,18 @@ class Megatron(AbstractFormat):
             is_stacked = len({frozenset(tensors) for tensors in layers.values()}) == 1
 
         has_latent_attention = any("kv_a_proj_with_mqa" in name for name in model.shapes)
-        linear = {layer for layer, tensors in layers.items() if "linear_attn.A_log" in tensors}
-        sparse = {int(name.split(".")[2]) for name in model.experts}  # model.layers.N.mlp.experts
+        linear_layers = {
+            layer for layer, tensors in layers.items() if "linear_attn.A_log" in tensors
+        }
+        # names of experts modules are as model.layers.N.mlp.experts
+        sparse_layers = {int(name.split(".")[2]) for name in model.experts}
 
         def rules(layer: int) -> Rules:
             """Return the rules of a layer, given its number."""
             attention = LATENT_ATTENTION if has_latent_attention else ATTENTION
-            if layer in linear:
+            if layer in linear_layers:
                 attention = LINEAR_ATTENTION
-            return {**attention, **(SPARSE if layer in sparse else DENSE)}
+            return {**attention, **(SPARSE if layer in sparse_layers else DENSE)}
 
         prefix = "decoder.layers." if is_stacked else "decoder.layers.{}."
-        return by_rules(model, OUTSIDE, rules, prefix, stacked=is_stacked)
+        return by_rules(model, OUTSIDE, rules, layer_prefix=prefix, stacked=is_stacked)

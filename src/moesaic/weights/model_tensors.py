@@ -271,6 +271,7 @@ def by_rules(
         layer_rules = rules(layer)
         prefix = layer_prefix if stacked else layer_prefix.format(layer)
         leading = (layer,) if stacked else ()  # the index of a stacked tensor's first dimension
+        # a rule names the tensor, or each of its parts
         parts = [model.whole(tensor)] if match[2] in layer_rules else model.parts(tensor)
         for part in parts:
             name_in_layer = part.name.split(".", 3)[3]  # without model.layers.N

@@ -64,9 +64,9 @@ def dequantized(
         del tensors[name]
 
     for name, tensor in stored.items():
-        # where `Experts4bit` keeps the scales, if this is such a weight
+        # the name of the scales if this is a weight of bitsandbytes' `Experts4bit`
         absmax = name.removesuffix("_proj") + "_absmax"
-        if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
+        if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:  # mxfp4
             weight = name.removesuffix(BLOCKS)
             tensors[weight] = _of_mxfp4(stored, weight, folder)
             del tensors[name], tensors[weight + SCALES]
@@ -74,15 +74,17 @@ def dequantized(
             tensors[name], scale_names = of_fp8.values(name)
             for scale_name in scale_names:
                 del tensors[scale_name]
-        elif name.endswith(four_bit.STATE):
+        elif name.endswith(four_bit.STATE):  # NF4 of a linear layer
             weight = name.removesuffix(four_bit.STATE)
             tensors[weight] = four_bit.of_linear(stored, weight, folder)
             for part in four_bit.PARTS:
                 tensors.pop(weight + part, None)
-        elif tensor.dtype == torch.uint8 and absmax in stored:
+        elif tensor.dtype == torch.uint8 and absmax in stored:  # NF4 of stacked experts
             hidden = _table(folder / "config.json").get("hidden_size")
-            width = hidden if type(hidden) is int else 0
-            tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
+            width = hidden if type(hidden) is int else 0  # 0 is refused
+            tensors[name] = four_bit.of_experts(
+                tensor, scales=stored[absmax], name=name, hidden=width, folder=folder
+            )
             del tensors[absmax]
     reasons = [f"{name}: of activations or of a cache, not of a weight" for name in left_behind]
     return tensors, reasons
@@ -166,10 +168,11 @@ def _kind_of(table: Mapping[str, Any]) -> tuple[str, str]:
     if method in LOADED:
         return str(method), ""
     algorithm = table.get("quant_algo")
-    if method == "modelopt" and isinstance(algorithm, str):
+    if method == "modelopt" and isinstance(algorithm, str):  # it names the numbers
         is_fp8 = re.match(r"(MX)?FP8|MIXED_PRECISION", algorithm)
         return ("fp8" if is_fp8 else ""), algorithm
 
+    # The others describe the numbers of weights in tables, of which all must be fp8.
     of_weights = []
     settings = table.get("global_quant_config")
     if method in ("compressed-tensors", "modelopt"):

@@ -83,7 +83,7 @@ def write_tokenizer(tokenizer: AbstractTokenizer, out: Path) -> None:
     Text is text to a run, where transformers would find special tokens in it or add some around it.
     """
     theirs = tokenizers.Tokenizer.from_str(tokenizer.text)
-    theirs.post_processor = None
+    theirs.post_processor = None  # which adds tokens around a text
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": theirs.id_to_token(tokenizer.separator),
@@ -166,7 +166,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         )
     return transformers.Qwen3MoeConfig(
         **common,
-        intermediate_size=shape.active_hidden,
+        intermediate_size=shape.active_hidden,  # of the layers without experts
         moe_intermediate_size=moe.hidden,
         num_experts=moe.num_experts,
         norm_topk_prob=True,

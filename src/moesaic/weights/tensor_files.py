@@ -125,6 +125,8 @@ class Part:
                 "two checkpoints are mixed"
             )
         storage: Any = tensor.untyped_storage()
+        # bytes before the archive in the file, before the storage in the archive, and before the
+        # tensor in the storage
         begin = (
             self.start
             + storage._checkpoint_offset
@@ -144,7 +146,7 @@ class Stored:
     def read(self, at: Region) -> np.ndarray:
         """Return a copy of the elements in a region. Files are memory-mapped only during the
         call."""
-        whole = ranges(at)
+        whole = ranges(at)  # a single index as a range too; the last line removes its dimension
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
             # What region and part share, along each dimension: as positions in the region, as
@@ -240,11 +242,11 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if not part.sizes:  # a memory map cannot have no dimension
         return np.fromfile(part.path, kind, 1, offset=start).reshape(())
     if strides is None:
-        return np.memmap(part.path, kind, "r", start, part.sizes)
+        return np.memmap(part.path, kind, mode="r", offset=start, shape=part.sizes)
 
     # how many elements after the first one the last one lies
     last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides))
-    flat = np.memmap(part.path, kind, "r", start, (last + 1,))
+    flat = np.memmap(part.path, kind, mode="r", offset=start, shape=(last + 1,))
     byte_strides = [stride * kind.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(flat, part.sizes, byte_strides, writeable=False)
 
@@ -267,7 +269,8 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
 
 
 def _read_indexed(folder: Path, file_of: Mapping[str, str]) -> dict[str, Stored]:
-    """Return the tensors of the files that an index lists; InputError if index and files differ.
+    """Return the tensors of the files that an index lists, by name; InputError if index and files
+    differ.
 
     Args:
         file_of: the index, name of a tensor -> name of its file.
@@ -376,6 +379,7 @@ def _index(path: Path) -> dict[str, str]:
     refused."""
     try:
         file_of: dict[str, str] = json.loads(read_text(path))["weight_map"]
+        # a name alone, no path, and no longer than a file's may be
         are_names = all(
             name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name
             for name in file_of.values()
@@ -539,7 +543,8 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
     """Return the parts of each tensor of a DCP checkpoint, by its name; InputError for a file that
     is missing or cut off, and for a list that contradicts itself."""
     parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
-    file_bytes: dict[str, int] = {}
+    file_bytes: dict[str, int] = {}  # a file's path in the folder -> its size
+    # index: a tensor's name and where a part of it begins; place: the bytes of a file that hold it
     for index, place in metadata.storage_data.items():
         name = index.fqn
         path = folder / place.relative_path
@@ -562,14 +567,16 @@ def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
                 f"{folder}: no part of {name} begins at {list(offsets)}: the list of "
                 "tensors is damaged"
             )
-        part = Part(path, place.offset, offsets, sizes_at[offsets], archive=place.length)
+        part = Part(
+            path, start=place.offset, offsets=offsets, sizes=sizes_at[offsets], archive=place.length
+        )
         parts[name].append(part)
     return parts
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
-    """Write tensors in the format of torch.distributed.checkpoint, in parts of about `BUFFER`
-    bytes. Any mesh can load them."""
+    """Write tensors in the format of torch.distributed.checkpoint, in the parts that `pieces`
+    makes. Any mesh can load them."""
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

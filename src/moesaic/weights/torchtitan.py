@@ -101,4 +101,5 @@ class Torchtitan(AbstractFormat):
             **(LATENT_ATTENTION if has_latent_attention else ATTENTION),
             **(WITH_BIAS if has_bias else SWIGLU),
         }
-        return by_rules(model, OUTSIDE, lambda layer: rules, "layers.{}.")
+        # the same rules for every layer
+        return by_rules(model, OUTSIDE, lambda layer: rules, layer_prefix="layers.{}.")

@@ -79,7 +79,7 @@ def _router(
 
     def make(at: Region) -> torch.Tensor:
         """Return a region of the router's matrix: all of it is drawn anew, from the same seed."""
-        # no two pairs of seed and layer give the same number: a model has fewer layers
+        # no two pairs of seed and layer give the same number: a model has fewer layers than 100,003
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
         num_experts, dim = shape
         num_copies = num_experts // settings.granularity
@@ -165,7 +165,8 @@ def _shards(
         shard = expert % settings.granularity
         at = list(full_region(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
-        yield StoredBlock(stored, at=tuple(at), tensor=part.tensor, index=(expert, *part.index[1:]))
+        index = (expert, *part.index[1:])  # a part's first dimension counts experts
+        yield StoredBlock(stored, at=tuple(at), tensor=part.tensor, index=index)
 
 
 def _sparse_config(config: Any, settings: Upcycling) -> Any:

@@ -99,7 +99,7 @@ def tokens_segment(
     _, accumulation, layers, tokens, top_k = table.shape
     least_experts = int(table.max(initial=0)) + 1
     if num_experts is None:
-        num_experts = max(least_experts, top_k)
+        num_experts = max(least_experts, top_k)  # a token has top_k different ones
     if num_experts > MOST_EXPERTS:
         raise InputError(
             f"trace: {num_experts:,} experts in a layer are not possible, at most "

@@ -66,7 +66,7 @@ def _cells(path: Path) -> dict[tuple[int, ...], int]:
     for row in rows:
         where = f"trace {path}: line {rows.line_num}"
         try:
-            place = tuple(int(row.get(name, "0")) for name in AXES)
+            place = tuple(int(row.get(name, "0")) for name in AXES)  # the step may be missing
             count = int(row["count"])
         except (TypeError, ValueError) as error:
             raise InputError(f"{where}: is not a row of whole numbers: correct it") from error
