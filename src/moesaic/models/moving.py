@@ -127,7 +127,8 @@ class MovingGPT(GPT):
         change.
         """
         trip = self.trip
-        if trip is None or trip.homes.same_as(trip.home):  # all samples are where they were loaded
+        # `homes` is where samples are now, `home` where they were loaded
+        if trip is None or trip.homes.same_as(trip.home):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         # targets and weights are on the ranks that loaded the samples, and follow them

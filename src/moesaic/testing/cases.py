@@ -286,7 +286,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     routers = [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
     router = rng.choice(routers)
     num_experts = grid.ep * rng.choice([1, 1, 2, 3])
-    while not fitting_top_k(router, num_experts):
+    while not fitting_top_k(router, num_experts):  # until the router can train with so many
         num_experts += grid.ep
 
     micro_batches = rng.choice([1, 1, 1, 1, 2])
@@ -295,7 +295,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches)
     )
     capacity = _draw_capacity(rng)
-    is_even = rng.random() < 0.2
+    is_even = rng.random() < 0.2  # whether all groups have as many tokens
     can_pad = plan.crossing is Crossing.LINK and not plan.replicates
     if is_even and can_pad and rng.random() < 0.5:
         longest += -longest % grid.tp  # up to a multiple of tp

@@ -311,6 +311,7 @@ def check_case(case: Case) -> Checked:
     except Exception as error:  # a bug may raise anything, and the suite must report it
         message = str(error).splitlines()[0] if str(error) else "no message"
         return Checked(case, {}, f"{type(error).__name__}: {message}")
+    # the first three slots that differ say enough
     return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
 
 
@@ -368,6 +369,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
         grid = same_run[0].call.sizes.grid
         program = same_run[0].program
         for slot in program.slots:
+            # weights for replicated copies
             if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
             for first, other in _replicas(slot, grid):

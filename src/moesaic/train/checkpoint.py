@@ -402,11 +402,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         default_options = options_of((ROUTERS | ON_MESH)[moe.router])
         for name, value in (default_options | moe.router_options).items():
             values[f"model.moe.router_options.{name}"] = value
-    else:
+    else:  # no MoE layers, so that their fields mean nothing
         left_out |= {name for name in values if name.startswith("model.moe.")}
         left_out.remove("model.moe.experts")  # dense layers are of this kind
         left_out.add("model.moe_every")
-    if all(sparse):
+    if all(sparse):  # no dense layers
         left_out.add("model.dense_hidden")
     if config.block.positions == "learned":
         # it is the number of rows of the table of learned positions

@@ -226,7 +226,8 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
         roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
         roll.sign()
         roll.store.set(f"came/{rank}", "")
-        # rank 0 may have come last, and waits for others as long as this rank did
+        # rank 0 may have come last, and waits for others as long as this rank did; the store gives
+        # up before `ask_store` below does
         store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))
         return roll
 
@@ -267,7 +268,7 @@ def _open_store(rank: int, patience: float) -> Store:
     It waits until something listens, since PyTorch's client waits twice and prints its own errors.
 
     Raises:
-        DistError: nothing answers in time.
+        DistStoreError: nothing answers in time.
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])

@@ -105,7 +105,7 @@ class Part(nn.Module):
         Returns:
             (batch, positions, dim), or logits (batch, positions, vocab_size) for the last part.
         """
-        micro = len(self.routings)
+        micro = len(self.routings)  # number of the micro-batch: each has added its list before
         self.routings.append([])
         with self.observe(micro), autocast(tokens.device, self.dtype):
             if self.is_first:

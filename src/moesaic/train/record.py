@@ -311,7 +311,8 @@ class _Recorder:
             table[tokens] = encoded(choice, shape.top_k).cpu().numpy()
             return table
         sequence_of_token = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)
-        cell = sequence_of_token[choice.token] * columns + choice.expert  # of each copy
+        # of each copy, its cell in the table, numbered row after row
+        cell = sequence_of_token[choice.token] * columns + choice.expert
         counts = count(cell, choice.sent, table.size)
         return counts.cpu().numpy().reshape(rows, columns)
 
@@ -413,6 +414,7 @@ def prune(folder: Path, step: int) -> None:
     """
     for path in entries(folder, PATTERN):
         header = read_header(path) if step else None
+        # all steps of the segment are recorded again
         if header is None or header.steps[0] >= step:
             try:
                 path.unlink()
@@ -420,7 +422,7 @@ def prune(folder: Path, step: int) -> None:
                 raise InputError(
                     f"trace {path}: cannot be removed ({error.strerror}): check the folder"
                 ) from error
-        elif header.steps[-1] >= step:
+        elif header.steps[-1] >= step:  # some of them: only the earlier ones are kept
             whole = TraceSegment(
                 header.shape,
                 header.holds,

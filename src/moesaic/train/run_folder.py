@@ -244,7 +244,7 @@ def _locked(path: Path) -> IO[bytes]:
     """
     while True:
         file = open_to_append(path, "a+b")
-        has_lock = _lock(file)
+        has_lock = _lock(file)  # None if the file system has no locks
         if not has_lock:
             _refuse_other_owner(file, path, knows_locks=has_lock is not None)
         # the previous owner may have deleted it, and another process recreated it

@@ -547,7 +547,7 @@ def _task_in_words(frame: FrameType) -> str:
         return ""
     task = program.tasks[number]
     words = task.name
-    for slot in (*task.reads, *task.writes):
+    for slot in (*task.reads, *task.writes):  # the first slot of a chunk names the task's chunk
         chunk = program.slot(slot).layout.chunk
         if isinstance(chunk, int):
             words += f", chunk {chunk}"
