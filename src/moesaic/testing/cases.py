@@ -130,6 +130,7 @@ class Case:
             and not self.capacity.is_padded
             and not self.experts_move
         )
+        # only then does the reference follow rows through the codecs
         is_followed = self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_followed)
 
@@ -163,6 +164,7 @@ class Case:
             return AnyOption(seed=self.seed)
         if self.plan.replication != "shadow":
             return None
+        # shadow: copies are replicated at random
         experts_per_rank = self.num_experts // self.grid.ep
         # the place of ep that stores each expert
         home = np.arange(self.num_experts) // experts_per_rank
@@ -188,7 +190,7 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
         world: number of ranks; None to draw it too.
     """
     rng = random.Random(seed)
-    size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
+    size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])  # drawn in any case, since every draw counts
     if world is not None:
         size = world
     while True:

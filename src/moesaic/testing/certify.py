@@ -402,8 +402,8 @@ def _fitting(
     fitting = []
     for situation in tried:
         lacks_capacity = situation.capacity is not None and not system.has_capacity
-        lacks_counts = situation.is_unequal and system.shares_tokens
-        if not lacks_capacity and not lacks_counts:
+        lacks_unequal_counts = situation.is_unequal and system.shares_tokens
+        if not lacks_capacity and not lacks_unequal_counts:
             fitting.append(situation)
     return fitting
 

@@ -187,6 +187,7 @@ class Ran:
         such a factor."""
         wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (actual, expected) by quantity
         for quantity, actual, expected in self._values():
+            # None stands for zeros of the other's shape
             present = expected if actual is None else actual
             if present is None or _error(quantity, actual, expected) <= self.case.tolerance:
                 continue

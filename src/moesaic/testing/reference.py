@@ -277,7 +277,8 @@ def _choice_of_router(
     """Return what `reference_choice` does, from a router's own scores, choices and weights."""
     valid = valid_T.tolist()
     scores = router.scores(x_TD, noise, token_ids)
-    choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
+    mask_T = None if all(valid) else valid_T  # None: there is no padding
+    choice = router.choose(scores, top_k, mask_T, noise)
     tokens = choice.token.tolist()
     experts = choice.expert.tolist()
     slots = choice.slot.tolist()

@@ -76,6 +76,7 @@ def on_ranks(
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
+        # what `_process` gets after the rank, and before the function
         group_arguments = (world, folder, timeout_seconds, backend)
         start_ranks(world, _process, *group_arguments, function, arguments, preload=preload)
         results = []

@@ -238,7 +238,7 @@ class DecisionMeter:
         relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
-                for number, move in enumerate(trip.moves):
+                for number, move in enumerate(trip.moves):  # one for each MoE layer, in order
                     if move.load is not None:  # the layer was called
                         self._moves[number].append(_sample_metrics(move))
             relocator.trips = []

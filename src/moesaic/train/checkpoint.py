@@ -240,6 +240,7 @@ def save_checkpoint(
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            # `folder_below` makes the folder if it is missing
             for leftover in entries(folder_below(folder), f"{WRITING}*"):
                 remove_checkpoint(leftover)
             refuse_link(target)

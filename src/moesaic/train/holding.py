@@ -66,7 +66,7 @@ def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holdi
         sharded = replace(mesh, shard=option.shard)
         if max(bytes_held(option, stage, sharded) for stage in stages) <= SHARE * memory:
             return option
-    return options[-1]
+    return options[-1]  # none fits: the one that holds least
 
 
 def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:

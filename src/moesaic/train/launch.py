@@ -163,7 +163,7 @@ def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> N
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0) % torch.cuda.device_count())
 
     def unmet() -> str:
         return _unmet(rank, world, patience, f"{store_keeper()} {roll.fate(0)}")
@@ -347,6 +347,7 @@ def _is_one_of_several() -> bool:
     """Return whether this process is to join others: a launcher started several, or torchrun
     started one."""
     variables = {name: os.environ.get(name, "") for name in NEEDED}
+    # no launcher, or one that sets variables of its own alone
     if not variables["RANK"] and not variables["WORLD_SIZE"]:
         _refuse_other_launchers()
         return False

@@ -211,11 +211,12 @@ def _first_faults(model: nn.Module, repeat: Callable[[], object], stage: int) ->
     def check(
         direction: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
-        """Note the first tensors of a pass that are not finite; `detail` returns the rest of what is
-        known about them, by default (`str()`) nothing."""
+        """Note the first tensors of a pass that are not finite. `detail` returns what else is known
+        about them; by default (`str()`) nothing."""
         # after the first fault of a pass, no others are looked for
         is_sound = direction in faults or all(bool(tensor.isfinite().all()) for tensor in tensors)
         if not is_sound:
+            # backward passes begin with the last stage
             place = stage if direction == "forward" else -stage
             faults[direction] = Fault(place, num_checked[direction], name, detail())
         num_checked[direction] += 1

@@ -235,13 +235,13 @@ class PipelinedGPT(nn.Module):
             dtype=self.parts[0].sent or self._zero.dtype,
         )
         count = config.accumulation
-        tokens = (config.batch_size // dp, seq_len)
+        shape = (config.batch_size // dp, seq_len)  # of a micro-batch's tokens
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             """Return a micro-batch's part of the step's loss."""
             return token_loss(logits, targets) / count
 
-        return route.schedule(self.parts, tokens, count, loss_of), route
+        return route.schedule(self.parts, tokens=shape, count=count, loss_of=loss_of), route
 
     def run_step(
         self, batches: Sequence[tuple[Tensor, Tensor]], observe: Observe | None = None
@@ -270,6 +270,7 @@ class PipelinedGPT(nn.Module):
         for part in self.parts:
             part.observe = observe or _unobserved
         try:
+            # what the first part reads; every part also gets the tokens by name
             inputs = (tokens,) if self.stage == 0 else ()
             # torch's schedules reduce the gradients of FSDP2 once a step; replicas follow after it
             with (

@@ -535,10 +535,11 @@ def _task_in_words(frame: FrameType) -> str:
         frame: the frame of `executor.drive`, which runs the generator of `executor.interpret`.
     """
     generator_frame = getattr(frame.f_locals["steps"], "gi_frame", None)
+    # the generator has ended, or is another one
     if generator_frame is None or generator_frame.f_code is not interpret.__code__:
         return ""
     request = frame.f_locals.get("request")
-    if not isinstance(request, Handle):
+    if not isinstance(request, Handle):  # it waits for no message
         return ""
     program = generator_frame.f_locals["program"]
     call = generator_frame.f_locals["call"]
