@@ -131,8 +131,8 @@ class MovingGPT(GPT):
         if trip is None or trip.homes.same_as(trip.home):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        # a sample weighs what it does in the mean of the rank that loaded it; targets and weights are
-        # on that rank, and follow the samples
+        # a sample weighs what it does in the mean of the rank that loaded it, which has its targets
+        # and its weight; both follow the sample
         num_predicted = (targets != -1).sum().to(precise.dtype)
         weights = trip.bring((1 / num_predicted).expand(len(targets)))
         moved_targets = trip.bring(targets).flatten()

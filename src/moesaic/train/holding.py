@@ -108,6 +108,7 @@ def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:
     if config.shard == "auto":
         spans_nodes = (grid.ranks_per_node or grid.world) < grid.world
         shards_in_node = replace(mesh, shard="node").shards_of("dp")
+        # with one shard in each node, all nodes hold replicas, but not where tp fills them
         can_shard_in_node = spans_nodes and (shards_in_node > 1 or grid.tp == 1)
         shardings = ("node", "all") if can_shard_in_node else ("all",)
     if config.hold == "auto":
