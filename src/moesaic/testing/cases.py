@@ -298,6 +298,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     )
     capacity = _draw_capacity(rng)
     is_even = rng.random() < 0.2  # whether all groups have as many tokens
+    # whether the plan allows a capacity that pads
     can_pad = plan.crossing is Crossing.LINK and not plan.replicates
     if is_even and can_pad and rng.random() < 0.5:
         longest += -longest % grid.tp  # up to a multiple of tp
@@ -311,6 +312,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         num_experts=num_experts,
         top_k=draw_top_k(rng, router, num_experts),
         router=router,
+        # modules of torch cannot be split over etp
         experts=rng.choice([name for name in EXPERTS if name != "modules" or grid.etp == 1]),
         shared=rng.random() < 0.2,
         apply_weight=rng.choice(["after", "after", "before"]),

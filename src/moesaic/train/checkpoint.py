@@ -395,7 +395,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         values[f"model.block.{name}"] = value
     for name, value in _values_of(moe).items():
         values[f"model.moe.{name}"] = value
-    values["model.dense_hidden"] = config.active_hidden
+    values["model.dense_hidden"] = config.active_hidden  # inner width of dense layers
 
     left_out = set(_STEER_TRAINING)
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
@@ -410,7 +410,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if all(sparse):  # no dense layers
         left_out.add("model.dense_hidden")
     if config.block.positions == "learned":
-        # it is the number of rows of the table of learned positions
+        # seq_len is then the number of rows of their table, and nothing rotates
         left_out.discard("model.seq_len")
         left_out |= {"model.block.rope_theta", "model.block.rope_factor"}
     return {name: value for name, value in values.items() if name not in left_out}

@@ -88,10 +88,11 @@ def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:
     total = 0.0
     for parameter in model.parameters():
         axis: Literal["dp", "edp"] = "edp" if parameter in experts else "dp"
+        # over how many ranks the parameter is split before it is sharded
         split = grid.ep * grid.etp if axis == "edp" else grid.tp
         shards = mesh.shards_of(axis)
         whole_copies = copies if shards > 1 else 0  # a single shard is whole anyway
-        states = STATES if parameter.requires_grad else 1
+        states = STATES if parameter.requires_grad else 1  # a frozen one has itself alone
         total += parameter.nbytes / split * (states / shards + whole_copies)
     return int(total)
 

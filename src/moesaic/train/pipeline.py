@@ -289,6 +289,7 @@ class PipelinedGPT(nn.Module):
                 part.observe = _unobserved
         self._add_embeddings()
 
+        # each loss is divided by the number of micro-batches already
         loss = torch.stack(losses).sum().detach() if losses else self._zero
         routings: list[list[Routing]] = []
         for micro in range(len(self.parts[0].routings)):

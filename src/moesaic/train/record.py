@@ -166,6 +166,7 @@ class _Places:
             return tokens
         assert ranks.mesh is not None
         grid = ranks.mesh.grid
+        # this rank's slice of its group's tokens
         return tokens[share_of(len(tokens), grid.coordinate(ranks.mesh.rank, "tp"), grid.tp)]
 
     def are_recorded(self, place: int) -> bool:
