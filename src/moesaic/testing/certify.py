@@ -513,7 +513,7 @@ def _draw(
         scores = torch.rand(count, num_experts, generator=generator)
         chosen = scores.topk(situation.top_k).indices  # random and distinct
         gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64)
-        if situation.is_summed:
+        if situation.is_summed:  # one number for all, as the backward pass of a sum has it
             dy = torch.ones(1, 1, dtype=dtype).expand(count, dim)
         else:
             dy = normal(count, dim)

@@ -128,6 +128,7 @@ def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
     """
     rank_of_sample = np.repeat(np.arange(grid.world), slots)
     for replica in {grid.group(member, ("ep", "etp")) for member in range(grid.world)}:
+        # the samples of the replica's ranks change places among themselves
         samples = np.flatnonzero(np.isin(rank_of_sample, replica))
         rank_of_sample[samples] = rng.permutation(rank_of_sample[samples])
     return Homes.of_ranks(rank_of_sample, grid.world)

@@ -362,8 +362,7 @@ class Trainer:
         set_loss_scale(self.model, 1 / count)  # of the auxiliary losses
         if self.ranks.dp * self.ranks.pp > 1:
             # Noise depends on the step, the dp group and the stage; ranks of a tp group draw the
-            # same.
-            # another number for each dp group of each stage
+            # same. `group` is another number for each dp group of each stage.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
 

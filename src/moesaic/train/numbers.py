@@ -309,7 +309,7 @@ def require_same_weights(
     own_differing = {part: own_parts[part].cpu() for part in differing if part in own_parts}
     differing_of_ranks = ranks.gathered(own_differing)
     for part in differing:
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}  # of this part, by rank
         for rank, tensors in enumerate(differing_of_ranks):
             if part in tensors:
                 copies[rank] = tensors[part].double()

@@ -201,10 +201,10 @@ class Watch:
         beats = 0
         place = None
         num_bytes = 0
-        progress = 0
+        progress = 0  # how often any rank was seen to make progress, up to the last round
         still_seconds = 0.0
         last_look = time.monotonic()
-        had_failures = False
+        had_failures = False  # whether a rank had failed by the last round
         while not self._stopped.wait(self._pause):
             beats = beats + 1
 
