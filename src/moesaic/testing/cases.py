@@ -203,8 +203,8 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
                 codec_named(codec)
         except InputError:
             continue
-        # each with a generator of its own, so that a change of one leaves the others as they are
         case = _draw_rest(rng, seed, grid, plan)
+        # each with a generator of its own, so that a change of one leaves the others as they are
         case = _with_placement(random.Random(f"placement {seed}"), case)
         case = _with_moves(random.Random(f"moves {seed}"), case)
         return _with_budget(random.Random(f"budget {seed}"), case)

@@ -456,7 +456,7 @@ class Roll:
                 return dead
             time.sleep(0.1)
 
-        # only a heartbeat shows whether a process on another machine lives
+        # `dead` is empty here; only a heartbeat shows whether a process on another machine lives
         elsewhere = [rank for rank in others if earlier_beats[rank] and self._is_elsewhere(rank)]
         if elsewhere:
             time.sleep(2 * self._pause)

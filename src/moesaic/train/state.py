@@ -413,7 +413,7 @@ def _build(
                 "samples: start several ranks with torchrun, or leave it none"
             )
         hold_to_budget(model, config.layer_plan, device)
-        return model, "nothing"
+        return model, "nothing"  # nothing is sharded in one process
 
     holding = choose_holding(config, model, ranks)
     hold = holding.hold
