@@ -243,6 +243,7 @@ def draw_plan(rng: random.Random) -> Plan:
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
+        # multicast is none of `ALL_TO_ALLS`; twice, so that it is drawn more often
         all_to_all=_mostly(rng, usual_link, [*other_links, "multicast", "multicast"]),
         codec=codec,
         backward_codec=backward_codec,

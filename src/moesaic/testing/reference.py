@@ -237,7 +237,7 @@ def reference_choice(
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
         probs = gates
         rank_by = logits
-        sums_to_one = router.normalize == "after"
+        sums_to_one = router.normalize == "after"  # a text here, a flag below
     else:
         gates = 1 / (1 + (-logits).exp())
         probs = gates / gates.sum(1, keepdim=True)

@@ -111,8 +111,7 @@ def _cloned(module: M) -> M:
 
 
 def _build_layer(case: Case) -> MoE:
-    """Build the layer, with biases and selection biases away from zero and router scores far
-    apart."""
+    """Build the layer, with selection biases away from zero and router scores far apart."""
 
     def modules(dim: int, hidden: int, count: int) -> ModuleExperts:
         """Return experts that are modules of torch."""

@@ -251,7 +251,7 @@ class _Recorder:
             for tables in in_order:
                 total = torch.from_numpy(tables.astype(np.int32))
                 dist.reduce(total, dst=0)
-                tables[...] = total.numpy()
+                tables[...] = total.numpy()  # the sum on the first rank, which alone uses it
         with self._ranks.together():
             if self._ranks.is_first:
                 # (steps, micro-batches, layers, rows, columns)
