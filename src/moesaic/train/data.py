@@ -193,6 +193,7 @@ def split_by_name(
     """
 
     def draw(path: Path) -> float:
+        """Return a number from 0 to 1 that the file's name alone decides."""
         name = path.relative_to(root).as_posix() if root else "/".join(path.parts[-2:])
         return draw_of(name.encode())
 

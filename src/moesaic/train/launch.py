@@ -298,7 +298,7 @@ def _open_store(rank: int, patience: float) -> Store:
     if is_kept_here:
         return connect()
     try:
-        return ask_store(connect, 2 * seconds)
+        return ask_store(connect, 2 * seconds)  # longer than the store's own timeout
     except ConnectionError as error:
         raise dist.DistStoreError(f"{store_keeper()} does not answer") from error
 

@@ -342,6 +342,7 @@ class PipelinedGPT(nn.Module):
     def gradient_norm(self, mesh: Mesh) -> Tensor:
         """Return the norm of the full model's gradient, counting the embedding once. All ranks call
         it together."""
+        # the last stage's copy of a tied embedding is not counted
         copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
         own = [parameter for parameter in self.parameters() if parameter not in copies]
         return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)
