@@ -379,7 +379,7 @@ def _difference(first: Values, other: Values) -> float:
     """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results,
     else 0."""
     for key, value in other.items():
-        # each rank has experts of its own
+        # outputs and gradients are compared, but not experts', of which each rank has its own
         is_gradient = key.quantity.endswith("gradient") and key.quantity != "expert gradient"
         if key.quantity != "output" and not is_gradient:
             continue

@@ -388,6 +388,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the
     values times their positions."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # the tensor's values as integers of the same bits
     bits = tensor.contiguous().view(-1).view(integers[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(bits), CHECKED_AT_ONCE):

@@ -449,7 +449,7 @@ def describe_hang(
     for group in sorted(groups.values(), key=len):
         parts.append(_group_in_words(group))
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
-    if len(parts) == 1:
+    if len(parts) == 1:  # one group, and no silent rank
         line += ": all are there, so look at the links between their nodes"
     return line
 
