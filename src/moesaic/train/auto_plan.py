@@ -212,7 +212,7 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     default_mesh = MeshConfig()
-    for name in (*MESH, *SPLIT):
+    for name in (*MESH, *SPLIT):  # the fields of `mesh` that a file may set
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
         # a field at its default is not set

@@ -92,6 +92,7 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
         return
     for module in model.modules():
         if isinstance(module, MoE):
+            # onto a mesh of one rank, with a plan that has the budget alone
             module.parallelize(
                 Mesh(Grid(world=1), NoTransport(device)), Plan(memory_budget=plan.memory_budget)
             )

@@ -166,6 +166,7 @@ def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> N
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0) % torch.cuda.device_count())
 
     def unmet() -> str:
+        """Return the line for ranks that hang while they meet."""
         return _unmet(rank, world, patience, f"{store_keeper()} {roll.fate(0)}")
 
     # later than the timeout below, so that it ends the process only if that one does not
@@ -351,6 +352,7 @@ def _is_one_of_several() -> bool:
     if not variables["RANK"] and not variables["WORLD_SIZE"]:
         _refuse_other_launchers()
         return False
+    # a single process, which another launcher than torchrun started
     if variables["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return False
     missing = [name for name, value in variables.items() if not value]

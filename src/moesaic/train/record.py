@@ -216,6 +216,7 @@ class _Recorder:
     @property
     def is_full(self) -> bool:
         """Whether the segment is to be written."""
+        # there is a table for each step and micro-batch
         num_steps = len(self._tables) // self._shape.accumulation
         fitting_steps = SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)
         return num_steps >= max(1, min(SEGMENT_STEPS, fitting_steps))
@@ -415,7 +416,7 @@ def prune(folder: Path, step: int) -> None:
     """
     for path in entries(folder, PATTERN):
         header = read_header(path) if step else None
-        # all steps of the segment are recorded again
+        # step 0, or all steps of the segment are recorded again
         if header is None or header.steps[0] >= step:
             try:
                 path.unlink()
