@@ -149,7 +149,7 @@ class Attention(nn.Module):
         else:
             assert self.q is not None
             assert self.kv is not None
-            q = heads(self.q(x))[0]
+            q = heads(self.q(x))[0]  # its count is 1
             k, v = heads(self.kv(memory))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)

@@ -403,9 +403,9 @@ def generate(
     """Sample `num_tokens` token ids that continue each prompt.
 
     All prompts advance together by one position at a time, so prompts of different lengths need no
-    padding. Each prompt has its own random generator, so its result does not depend on the rest of
-    the batch while all fit the context. When the context is full, its second half is read again as
-    a new context.
+    padding in front. Each prompt has its own random generator, so its result does not depend on the
+    rest of the batch while all fit the context. When the context is full, its second half is read
+    again as a new context.
 
     Args:
         model: a decoder in evaluation mode.

@@ -123,14 +123,15 @@ class MovingGPT(GPT):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; see `GPT.loss`.
 
-        A moved sample is weighted as in the mean of its home rank, so the mean over ranks does not
-        change.
+        A moved sample is weighted as in the mean of the rank that loaded it, so the mean over ranks
+        does not change.
         """
         trip = self.trip
-        if trip is None or trip.homes.same_as(trip.home):  # all samples are where they were loaded
+        # `homes` is where samples are now, `home` where they were loaded
+        if trip is None or trip.homes.same_as(trip.home):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        # targets and weights are on the ranks that loaded the samples, and follow them
+        # targets and weights are on the rank that loaded a sample, and follow it
         num_predicted = (targets != -1).sum().to(precise.dtype)
         weights = trip.bring((1 / num_predicted).expand(len(targets)))
         moved_targets = trip.bring(targets).flatten()

@@ -144,7 +144,7 @@ class GatherVocabulary(torch.autograd.Function):
         ctx.mesh = mesh
         # given, since DTensor assumes that all parts are as large as this one
         shape = torch.Size((*part.shape[:2], vocab_size))
-        stride = (shape[1] * vocab_size, vocab_size, 1)
+        stride = (shape[1] * vocab_size, vocab_size, 1)  # row-major
         split = DTensor.from_local(
             part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
         )

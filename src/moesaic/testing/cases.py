@@ -130,6 +130,7 @@ class Case:
             and not self.capacity.is_padded
             and not self.experts_move
         )
+        # only then does the reference follow rows through the codecs
         is_followed = self.precision == "float64" and self.experts != "modules"
         return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_followed)
 
@@ -163,6 +164,7 @@ class Case:
             return AnyOption(seed=self.seed)
         if self.plan.replication != "shadow":
             return None
+        # shadow: copies are replicated at random
         experts_per_rank = self.num_experts // self.grid.ep
         # the place of ep that stores each expert
         home = np.arange(self.num_experts) // experts_per_rank
@@ -188,7 +190,7 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
         world: number of ranks; None to draw it too.
     """
     rng = random.Random(seed)
-    size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
+    size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])  # drawn in any case, since every draw counts
     if world is not None:
         size = world
     while True:
@@ -201,8 +203,8 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
                 codec_named(codec)
         except InputError:
             continue
-        # each with a generator of its own, so that a change of one leaves the others as they are
         case = _draw_rest(rng, seed, grid, plan)
+        # each with a generator of its own, so that a change of one leaves the others as they are
         case = _with_placement(random.Random(f"placement {seed}"), case)
         case = _with_moves(random.Random(f"moves {seed}"), case)
         return _with_budget(random.Random(f"budget {seed}"), case)
@@ -241,6 +243,7 @@ def draw_plan(rng: random.Random) -> Plan:
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
+        # multicast is none of `ALL_TO_ALLS`; twice, so that it is drawn more often
         all_to_all=_mostly(rng, usual_link, [*other_links, "multicast", "multicast"]),
         codec=codec,
         backward_codec=backward_codec,
@@ -286,7 +289,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     routers = [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
     router = rng.choice(routers)
     num_experts = grid.ep * rng.choice([1, 1, 2, 3])
-    while not fitting_top_k(router, num_experts):
+    while not fitting_top_k(router, num_experts):  # until the router can train with so many
         num_experts += grid.ep
 
     micro_batches = rng.choice([1, 1, 1, 1, 2])
@@ -295,7 +298,8 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches)
     )
     capacity = _draw_capacity(rng)
-    is_even = rng.random() < 0.2
+    is_even = rng.random() < 0.2  # whether all groups have as many tokens
+    # whether the plan allows a capacity that pads
     can_pad = plan.crossing is Crossing.LINK and not plan.replicates
     if is_even and can_pad and rng.random() < 0.5:
         longest += -longest % grid.tp  # up to a multiple of tp
@@ -309,6 +313,7 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
         num_experts=num_experts,
         top_k=draw_top_k(rng, router, num_experts),
         router=router,
+        # modules of torch cannot be split over etp
         experts=rng.choice([name for name in EXPERTS if name != "modules" or grid.etp == 1]),
         shared=rng.random() < 0.2,
         apply_weight=rng.choice(["after", "after", "before"]),

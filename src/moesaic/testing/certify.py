@@ -350,7 +350,7 @@ def certify(
     assert group is not None, "start a process group first"
     compare_group = _comparing(group)
     findings: list[Certified] = []
-    is_over = False
+    is_over = False  # whether the remaining situations are left out
     for situation in _fitting(system, situations):
         if is_over:
             findings.append(Certified.without_result(situation, LEFT_OUT))
@@ -402,8 +402,8 @@ def _fitting(
     fitting = []
     for situation in tried:
         lacks_capacity = situation.capacity is not None and not system.has_capacity
-        lacks_counts = situation.is_unequal and system.shares_tokens
-        if not lacks_capacity and not lacks_counts:
+        lacks_unequal_counts = situation.is_unequal and system.shares_tokens
+        if not lacks_capacity and not lacks_unequal_counts:
             fitting.append(situation)
     return fitting
 
@@ -451,18 +451,18 @@ def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELay
 def _poisoned() -> Iterator[None]:
     """Let torch fill new memory with NaN, which it does under deterministic algorithms; those that
     it lacks only warn."""
-    memory: Any = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     mode = torch.get_deterministic_debug_mode()
-    fills = memory.fill_uninitialized_memory
+    did_fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = True
         try:
             yield
         finally:
             torch.set_deterministic_debug_mode(mode)
-            memory.fill_uninitialized_memory = fills
+            settings.fill_uninitialized_memory = did_fill
 
 
 class _Input(NamedTuple):
@@ -511,9 +511,9 @@ def _draw(
     def draw_input(count: int) -> _Input:
         """Draw what a rank with `count` tokens passes."""
         scores = torch.rand(count, num_experts, generator=generator)
-        chosen = scores.topk(situation.top_k).indices
+        chosen = scores.topk(situation.top_k).indices  # random and distinct
         gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64)
-        if situation.is_summed:
+        if situation.is_summed:  # one number for all, as the backward pass of a sum has it
             dy = torch.ones(1, 1, dtype=dtype).expand(count, dim)
         else:
             dy = normal(count, dim)
@@ -557,6 +557,7 @@ def _attempted(
     except Exception as error:  # the code under test may raise anything, which is a finding
         lines = str(error).splitlines() or [""]
         failed = f"{type(error).__name__}: {lines[0]}"
+    # by rank; the gathering replaces every entry
     outcomes: list[tuple[Results, str]] = [({}, "")] * group.size()
     dist.all_gather_object(outcomes, (result, failed), group=group)
     results = [results_of_rank for results_of_rank, _ in outcomes]
@@ -585,15 +586,16 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
             y = run(x, inputs.experts, gates)
         torch.autograd.backward(y, inputs.dy)
         results["output"].append(y)
-        results["tokens"].append(_grad_of(x))
-        results["gates"].append(_grad_of(gates))
+        results["tokens"].append(_grad_or_zeros(x))
+        # zeros of a whole layer, which takes no gates; not compared then
+        results["gates"].append(_grad_or_zeros(gates))
 
     gradients = layer.gradients()
     results["experts"] = gradients.experts
     if isinstance(layer, AbstractMoELayer):
         assert gradients.router is not None, "gradients() of a whole layer includes the router's"
+        # copies, since `clip` changes gradients in place
         results["router"] = [gradients.router.clone()]
-        # `clip` changes gradients in place
         results["experts"] = [each.clone() for each in gradients.experts]
         results |= _clipped(layer, dense, drawn.spec.group)
         if loss is not None:  # a second layer, whose gradients are those of the loss alone
@@ -607,7 +609,7 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     }
 
 
-def _grad_of(leaf: Tensor) -> Tensor:
+def _grad_or_zeros(leaf: Tensor) -> Tensor:
     """Return the gradient of a leaf; zeros if it got none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
@@ -615,7 +617,8 @@ def _grad_of(leaf: Tensor) -> Tensor:
 def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGroup) -> Results:
     """Clip the gradients and return the norm and the clipped gradients; nothing if the layer does
     not clip. `dense` is a parameter outside of the layer."""
-    dense.grad = _grad_of(dense)
+    # all ranks take part in the sum below, even those where `dense` got no gradient
+    dense.grad = _grad_or_zeros(dense)
     if not layer.shares_tokens:
         dist.all_reduce(dense.grad, group=group)
     norm = layer.clip(MAX_NORM, dense)
@@ -664,6 +667,7 @@ def _compared(
     is_whole = issubclass(system, AbstractMoELayer)
     normalizes = issubclass(system, AbstractMoELayer) and system.normalizes(drawn.spec.top_k)
     twin = _dense_layer(drawn.spec, normalizes=normalizes)
+    # where copies are dropped, only the outputs of the first call are compared
     if drawn.situation.capacity is not None:
         first_call = drawn.calls[0]
         errors = [
@@ -724,7 +728,8 @@ def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
     # "after" divides a token's weights by their sum; set only now, since a layer of ours refuses it
     # with top_k=1
     twin.router.normalize = "after" if normalizes else "before"
-    values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
+    w13 = torch.stack([weights.w1, weights.w3], 1)  # (E, 2, hidden, dim), as the layer has them
+    values = {"w13": w13, "w2": weights.w2}
     with torch.no_grad():
         twin.router.get_parameter("weight").copy_(spec.router)
         for name, value in values.items():
@@ -752,7 +757,7 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
         {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
     ]
     for call in drawn.calls:
-        for results, inputs in zip(expected, call):
+        for results, inputs in zip(expected, call):  # by rank, or of the first rank alone
             x = inputs.tokens.double().requires_grad_()
             gates = inputs.gates.double().requires_grad_()
             if is_whole:
@@ -772,7 +777,7 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
                 dense += (x.grad * x.detach()).sum(0)
     whole = _gradients_of(twin)
     if shares:
-        expected = expected * world
+        expected = expected * world  # every rank has the results of the first
     return [
         results | _expected_gradients(whole, dense, whole._part(rank, world))
         for rank, results in enumerate(expected)
@@ -790,12 +795,12 @@ def _given_copies(experts: Tensor, gates: Tensor) -> list[Copy]:
 
 def _gradients_of(twin: MoE) -> MoEWeights:
     """Return the gradients of the reference's layer."""
-    w1, w3 = _grad_of(twin.experts.get_parameter("w13")).unbind(1)
+    w1, w3 = _grad_or_zeros(twin.experts.get_parameter("w13")).unbind(1)
     return MoEWeights(
         w1=w1,
         w3=w3,
-        w2=_grad_of(twin.experts.get_parameter("w2")),
-        router=_grad_of(twin.router.get_parameter("weight")),
+        w2=_grad_or_zeros(twin.experts.get_parameter("w2")),
+        router=_grad_or_zeros(twin.router.get_parameter("weight")),
     )
 
 
@@ -886,7 +891,7 @@ def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
         y: what the system returned for them.
     """
     _, _, copies = _choice(twin, x)
-    is_kept = (y != 0).any(1)
+    is_kept = (y != 0).any(1)  # rows of dropped tokens must be 0
     capacity = drawn.situation.capacity
     assert capacity is not None
     # the rows that an expert accepts: its even share of the copies times the factor, rounded up
@@ -964,7 +969,8 @@ class Rank:
             if len(buffer):
                 receives[peer] = buffer
         tag = transport.take_tags(1)
-        handle = transport.issue(Transfer(self.number, tag=tag, sends=sends, receives=receives))
+        transfer = Transfer(rank=self.number, tag=tag, sends=sends, receives=receives)
+        handle = transport.issue(transfer)
         transport.wait(handle)
         return received
 
@@ -1016,6 +1022,8 @@ def assert_equivalent(
         make_layer: builds a rank's layer in float64 with the reference's weights. The layer maps
             (tokens, dim) to the same shape.
         reference: the single-rank layer, in float64.
+        grid: the mesh.
+        dim: width of a token.
         shard: returns the gradient that a rank's parameter must have, given the reference's
             gradients.
         finish: reduces a layer's gradients over the ranks, as your training loop does.
@@ -1041,7 +1049,7 @@ def assert_equivalent(
         finish(layer, rank)
         pairs = {
             "output": (y.detach(), single.expected_y[group]),
-            "gradient of the input": (_grad_of(x), single.expected_dx[group]),
+            "gradient of the input": (_grad_or_zeros(x), single.expected_dx[group]),
         }
         for name, parameter in layer.named_parameters():
             expected = shard(name, single.gradients, rank)
@@ -1096,7 +1104,7 @@ class _SingleRankRun:
             expected_y=y.detach().split(counts),
             expected_dx=(leaf.grad * grid.dp).split(counts),  # of a group's sum, not of the mean
             gradients={
-                name: _grad_of(parameter).clone()
+                name: _grad_or_zeros(parameter).clone()
                 for name, parameter in reference.named_parameters()
             },
         )
@@ -1114,6 +1122,7 @@ def _check(
             pairs_of_ranks.setdefault(quantity, {})[rank] = pair
     for quantity, pairs_by_rank in pairs_of_ranks.items():
         for rank, (actual, expected) in pairs_by_rank.items():
+            # divided by 1e-6 at least, for values that are expected to be 0
             error = relative(actual, expected, least=1e-6)
             if error <= tolerance:
                 continue

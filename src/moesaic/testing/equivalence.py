@@ -10,8 +10,10 @@ finishes the step, as training does. Compared are:
 - the ranks of a tensor-parallel group with each other, bit for bit.
 
 Samples or experts that a case moves are returned home, to the rank that had them first, before they
-are compared. A group is the ranks that share their tokens (a data-parallel group), and a quantity
-is what the values of a rank are compared under, such as "output" or "expert gradient".
+are compared. A relocator decides where samples go; a trip is the movements of one forward pass,
+with a move for each MoE layer. A group is the ranks that share their tokens (a data-parallel
+group), and a quantity is what the values of a rank are compared under, such as "output" or "expert
+gradient".
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def call_relocated(
         y, routing = call(x, return_routing=True, **options)
         return y, routing
     num_sequences, length, _ = x.shape
+    # samples are placed by where the layer's router is predicted to send their tokens
     trip = relocator.start([Following(layer.router, layer.top_k)], num_sequences, length)
     y, routing = call(x, move=trip.next(), return_routing=True, **options)
     return trip.take_home(y), routing
@@ -107,6 +110,7 @@ def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
         return lambda: None
     placement = expert_placement_of(layer, mesh)
     home = np.arange(layer.num_experts)  # the expert in each slot
+    # a list with one order, for the only layer
     placement.place([np.random.default_rng(case.seed).permutation(layer.num_experts)])
 
     def take_home() -> None:
@@ -124,6 +128,7 @@ def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
     """
     rank_of_sample = np.repeat(np.arange(grid.world), slots)
     for replica in {grid.group(member, ("ep", "etp")) for member in range(grid.world)}:
+        # the samples of the replica's ranks change places among themselves
         samples = np.flatnonzero(np.isin(rank_of_sample, replica))
         rank_of_sample[samples] = rng.permutation(rank_of_sample[samples])
     return Homes.of_ranks(rank_of_sample, grid.world)
@@ -173,6 +178,7 @@ class Ran:
             for rank, own in enumerate(self.results):
                 first_of_group = grid.group(rank, ("tp",))[0]
                 differences.append(_difference(self.results[first_of_group], own))
+            # 0 or 1, like the error of a count
             errors["tensor group agrees"] = max(differences)
         return errors
 
@@ -182,6 +188,7 @@ class Ran:
         such a factor."""
         wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (actual, expected) by quantity
         for quantity, actual, expected in self._values():
+            # None stands for zeros of the other's shape
             present = expected if actual is None else actual
             if present is None or _error(quantity, actual, expected) <= self.case.tolerance:
                 continue
@@ -315,7 +322,13 @@ def _forward_backward(
     micro: int,
     relocator: Relocator | None,
 ) -> Values:
-    """Run one micro-batch and return its values."""
+    """Run one micro-batch and return its values.
+
+    Args:
+        share: the micro-batch's weight in the loss of the step.
+        micro: the number of the micro-batch, from 0.
+        relocator: moves samples; None to leave them.
+    """
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
     with _precision(case):
@@ -366,7 +379,7 @@ def _difference(first: Values, other: Values) -> float:
     """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results,
     else 0."""
     for key, value in other.items():
-        # each rank has experts of its own
+        # outputs and gradients are compared, but not experts', of which each rank has its own
         is_gradient = key.quantity.endswith("gradient") and key.quantity != "expert gradient"
         if key.quantity != "output" and not is_gradient:
             continue

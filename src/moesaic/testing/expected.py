@@ -56,7 +56,7 @@ class Travel:
         """
         grid = case.grid
         origin = {}
-        first = 0
+        first = 0  # the group's first token
         for group, count in enumerate(tokens):
             for expert in range(case.num_experts):
                 chosen = [
@@ -113,7 +113,7 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
                 result = _Coded.apply(result, plan.codec, plan.backward_codec)
             tokens.append(token)
             results.append(result)
-    if not results:
+    if not results:  # zeros with a graph
         return 0 * x_TD
     return torch.zeros_like(x_TD).index_add(0, torch.tensor(tokens), torch.stack(results))
 
@@ -149,6 +149,7 @@ def _shard_output(
         hidden = F.silu(project(1)) * project(3)
     else:
         hidden = F.gelu(project(1))
+    # w2, (dim, hidden), is split by its inner width, the second axis
     out: Tensor = experts.w2[expert].chunk(shards, 1)[shard] @ hidden
     if experts.bias:  # each shard adds its share of the bias
         out = out + experts.get_parameter("b2")[expert] / shards

@@ -165,7 +165,8 @@ def _sequences_of(x: Tensor) -> Tensor:
     if not x.numel():  # no tokens
         return torch.arange(num_tokens)
     num_sequences = math.prod(x.shape[:-2])
-    return torch.arange(num_tokens) // (num_tokens // num_sequences)
+    length = num_tokens // num_sequences
+    return torch.arange(num_tokens) // length
 
 
 def _shared_of_valid(twin: MoE, x_TD: Tensor, valid_T: Tensor) -> Tensor:
@@ -189,6 +190,7 @@ def _admitted(
     Args:
         domains: ranges of tokens, one per routing rank; None for one process.
     """
+    # a capacity that spans the mesh counts all tokens together, others those of each domain
     parts: Sequence[range] = [range(len(valid_T))]
     if domains is not None and not capacity.spans_mesh:
         parts = domains
@@ -235,7 +237,7 @@ def reference_choice(
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
         probs = gates
         rank_by = logits
-        sums_to_one = router.normalize == "after"
+        sums_to_one = router.normalize == "after"  # a text here, a flag below
     else:
         gates = 1 / (1 + (-logits).exp())
         probs = gates / gates.sum(1, keepdim=True)
@@ -275,11 +277,13 @@ def _choice_of_router(
     """Return what `reference_choice` does, from a router's own scores, choices and weights."""
     valid = valid_T.tolist()
     scores = router.scores(x_TD, noise, token_ids)
-    choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
+    mask_T = None if all(valid) else valid_T  # None: there is no padding
+    choice = router.choose(scores, top_k, mask_T, noise)
     tokens = choice.token.tolist()
     experts = choice.expert.tolist()
     slots = choice.slot.tolist()
     weights = router.weigh(scores, choice, top_k).unbind()
+    # None: the router sends all that it chose
     is_sent = [True] * len(tokens) if choice.sent is None else choice.sent.tolist()
     copies = []
     for index, token in enumerate(tokens):
@@ -294,6 +298,7 @@ def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[
     token = torch.tensor([copy.token for copy in copies], dtype=torch.int64)
     expert = torch.tensor([copy.expert for copy in copies], dtype=torch.int64)
     ones = torch.ones(len(copies), dtype=torch.float64)
+    # without copies both are empty, and `stack` refuses an empty list
     weights = torch.stack([copy.weight for copy in copies]).double() if copies else ones
     zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
     weight_table = zeros.index_put((token, expert), weights)
@@ -345,6 +350,7 @@ def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tens
     if clamp is not None:  # the clamped SwiGLU of gpt-oss
         gate = torch.minimum(hidden, torch.tensor(clamp.limit))
         up = linear(3, row)
+        # the gate is clamped from above only, `up` on both sides
         up = torch.where(up.abs() > clamp.limit, clamp.limit * up.sign(), up)
         return linear(2, gate / (1 + (-clamp.alpha * gate).exp()) * (up + clamp.offset))
     hidden = reference_activation(hidden, experts.activation)
@@ -373,13 +379,15 @@ def reference_limit(
     Args:
         requested: copies of each expert before capacity.
         num_valid: number of tokens that count, without padding.
+        top_k: experts per token.
     """
     if not isinstance(capacity, Capacity):
         return None
-    if capacity.factor is None:
+    if capacity.factor is None:  # room for all copies of the busiest expert
         return max(requested)
     # exact, since a rounding error would add a row
     limit = math.ceil(Fraction(capacity.factor) * top_k * num_valid / len(requested))
+    # `fit`: no more rows than the busiest expert needs
     return min(limit, max(requested)) if capacity.fit else limit
 
 
@@ -415,6 +423,7 @@ def reference_admission(
         if load[expert] < limit:
             load[expert] += 1
             sent.append(index)
+    # in the order of `copies` again
     return [copies[index] for index in sorted(sent)]
 
 
@@ -475,6 +484,9 @@ def reference_loss(
 def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1.0) -> float:
     """Return the largest difference divided by the largest expected value; inf for NaN and for
     another shape.
+
+    If one of the two is None, return the largest absolute value of the other, undivided; 0 if both
+    are None.
 
     Args:
         actual: None stands for zeros.

@@ -76,6 +76,7 @@ def on_ranks(
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
+        # what `_process` gets after the rank, and before the function
         group_arguments = (world, folder, timeout_seconds, backend)
         start_ranks(world, _process, *group_arguments, function, arguments, preload=preload)
         results = []
@@ -311,6 +312,7 @@ def check_case(case: Case) -> Checked:
     except Exception as error:  # a bug may raise anything, and the suite must report it
         message = str(error).splitlines()[0] if str(error) else "no message"
         return Checked(case, {}, f"{type(error).__name__}: {message}")
+    # the first three slots that differ say enough
     return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
 
 
@@ -368,6 +370,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
         grid = same_run[0].call.sizes.grid
         program = same_run[0].program
         for slot in program.slots:
+            # weights for replicated copies
             if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
             for first, other in _replicas(slot, grid):

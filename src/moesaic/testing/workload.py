@@ -69,6 +69,7 @@ def draw_workload(case: Case) -> CaseData:
         """Return the batch of a micro-batch and group, drawn from the case's generator."""
         shape = case.sequences, case.lengths[micro][group]
         x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
+        # about 0.7 of the tokens count, the others are padding
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
         ids = torch.randint(0, 50, shape, generator=generator)
         return GroupBatch(
@@ -76,7 +77,7 @@ def draw_workload(case: Case) -> CaseData:
             dy=dy.to(dtype),
             mask=mask,
             ids=ids,
-            seed=case.seed + 100 * micro + group,
+            seed=case.seed + 100 * micro + group,  # another for each micro-batch and group
         )
 
     batches = []
@@ -110,8 +111,7 @@ def _cloned(module: M) -> M:
 
 
 def _build_layer(case: Case) -> MoE:
-    """Build the layer, with biases and selection biases away from zero and router scores far
-    apart."""
+    """Build the layer, with selection biases away from zero and router scores far apart."""
 
     def modules(dim: int, hidden: int, count: int) -> ModuleExperts:
         """Return experts that are modules of torch."""
@@ -142,9 +142,9 @@ def _build_layer(case: Case) -> MoE:
         )
         with torch.no_grad():
             for parameter in layer.router.parameters():
-                if parameter.dim() > 1:
+                if parameter.dim() > 1:  # matrices, whose values set the scores apart
                     parameter.normal_()
             for name, buffer in layer.router.named_buffers():
-                if name.endswith("bias"):
+                if name.endswith("bias"):  # selection biases
                     buffer.uniform_(-0.2, 0.2)
     return layer

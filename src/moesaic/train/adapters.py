@@ -89,11 +89,12 @@ def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_
 def _read_field(saved: Checkpoint, experts: FourBitExperts, field: str, name: str) -> None:
     """Read this rank's part of one field of experts, whose tensor is called `name` in the
     checkpoint; of matrices, store codes and scales."""
-    parameter = experts.get_parameter(NAMES[field])
+    parameter = experts.get_parameter(NAMES[field])  # `NAMES`: the parameter of each field
     local = local_part(parameter.detach())
     is_matrix = field in ("up", "down")
     width = 2 * local.shape[-1] if is_matrix else local.shape[-1]  # a byte has two codes
     weights = local.new_empty(*local.shape[:-1], width, dtype=torch.float32)
+    # what is read into the view is then in `weights`
     read_into(saved.folder, {name: _as_stored(weights, parameter, experts, field)})
     if not is_matrix:
         local.copy_(weights)

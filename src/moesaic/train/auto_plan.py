@@ -76,7 +76,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     auto_needs_mesh = settings.is_auto and (is_last_rank or not _fits(config, world))
     if not settings.searches and not auto_needs_mesh:
         return config
-    if world == 1:
+    if world == 1:  # one rank has no mesh and no plan to find
         mesh = replace(config.mesh, tp=1, ep=1, etp=1)
         return replace(config, mesh=mesh, planner=replace(settings, plan=""))
     return _searched(config, world, say)
@@ -119,7 +119,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     settings = config.planner
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     per_node = ranks_of_a_node(config.mesh.ranks_per_node)
-    gbps = None
+    gbps = None  # measured where CPU machines are linked and no cluster says how fast
     if on_cpu and not settings.cluster and world > per_node:
         gbps = outside_gbps(open_transport(name=config.mesh.transport), per_node)
         say(f"planner: the link between machines carries {gbps:.2g} Gbit/s")
@@ -161,6 +161,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         memory_budget=config.balance.memory_budget,
     )
     planner_plan = "" if settings.searches else settings.plan  # auto goes on while training
+    # the layout may cut micro-batches finer, and have two of them in flight
     found = _cut_finer(config, layout.split.finer)
     return replace(
         found,
@@ -211,7 +212,7 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     default_mesh = MeshConfig()
-    for name in (*MESH, *SPLIT):
+    for name in (*MESH, *SPLIT):  # the fields of `mesh` that a file may set
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
         # a field at its default is not set

@@ -92,6 +92,7 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
         return
     for module in model.modules():
         if isinstance(module, MoE):
+            # onto a mesh of one rank, with a plan that has the budget alone
             module.parallelize(
                 Mesh(Grid(world=1), NoTransport(device)), Plan(memory_budget=plan.memory_budget)
             )
@@ -238,7 +239,7 @@ class DecisionMeter:
         relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
-                for number, move in enumerate(trip.moves):
+                for number, move in enumerate(trip.moves):  # one for each MoE layer, in order
                     if move.load is not None:  # the layer was called
                         self._moves[number].append(_sample_metrics(move))
             relocator.trips = []

@@ -109,5 +109,7 @@ def outside_gbps(
     slowest = [max(seconds_of_repeat) for seconds_of_repeat in zip(*seconds_of_ranks)]
     seconds = min(slowest[1:])  # ranks enter the first one at different moments
     share_that_leaves = (len(peers) - 1) / len(peers)
+    # by all ranks of a node together, to other nodes
     sent_bytes = per_node * rows.nbytes * share_that_leaves
-    return 8e-9 * sent_bytes / max(seconds, 1e-9)  # gigabits per second
+    gigabits = 8e-9 * sent_bytes
+    return gigabits / max(seconds, 1e-9)

@@ -240,6 +240,7 @@ def save_checkpoint(
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            # `folder_below` makes the folder if it is missing
             for leftover in entries(folder_below(folder), f"{WRITING}*"):
                 remove_checkpoint(leftover)
             refuse_link(target)
@@ -394,7 +395,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         values[f"model.block.{name}"] = value
     for name, value in _values_of(moe).items():
         values[f"model.moe.{name}"] = value
-    values["model.dense_hidden"] = config.active_hidden
+    values["model.dense_hidden"] = config.active_hidden  # inner width of dense layers
 
     left_out = set(_STEER_TRAINING)
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
@@ -402,14 +403,14 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         default_options = options_of((ROUTERS | ON_MESH)[moe.router])
         for name, value in (default_options | moe.router_options).items():
             values[f"model.moe.router_options.{name}"] = value
-    else:
+    else:  # no MoE layers, so that their fields mean nothing
         left_out |= {name for name in values if name.startswith("model.moe.")}
         left_out.remove("model.moe.experts")  # dense layers are of this kind
         left_out.add("model.moe_every")
-    if all(sparse):
+    if all(sparse):  # no dense layers
         left_out.add("model.dense_hidden")
     if config.block.positions == "learned":
-        # it is the number of rows of the table of learned positions
+        # seq_len is then the number of rows of their table, and nothing rotates
         left_out.discard("model.seq_len")
         left_out |= {"model.block.rope_theta", "model.block.rope_factor"}
     return {name: value for name, value in values.items() if name not in left_out}

@@ -185,6 +185,7 @@ class MeshConfig:
                 f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: "
                 "choose mesh.pp above 1"
             )
+        # written as `SPLIT_BACKWARD` writes names
         name = self.schedule.lower().replace("_", "").replace("-", "")
         if name.startswith(SPLIT_BACKWARD):
             raise InputError(

@@ -193,6 +193,7 @@ def split_by_name(
     """
 
     def draw(path: Path) -> float:
+        """Return a number from 0 to 1 that the file's name alone decides."""
         name = path.relative_to(root).as_posix() if root else "/".join(path.parts[-2:])
         return draw_of(name.encode())
 
@@ -250,10 +251,11 @@ class Batches:
         part: tuple[int, int] = (0, 1),
         objective: Objective = next_token,
     ) -> None:
-        if batch_size % part[1]:
+        _, num_parts = part
+        if batch_size % num_parts:
             raise InputError(
-                f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
-                f"choose a multiple of {part[1]}"
+                f"batch_size={batch_size} does not split over {num_parts} data parallel groups: "
+                f"choose a multiple of {num_parts}"
             )
         self.part = part
         self.objective = objective

@@ -66,7 +66,7 @@ def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holdi
         sharded = replace(mesh, shard=option.shard)
         if max(bytes_held(option, stage, sharded) for stage in stages) <= SHARE * memory:
             return option
-    return options[-1]
+    return options[-1]  # none fits: the one that holds least
 
 
 def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:
@@ -88,10 +88,11 @@ def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:
     total = 0.0
     for parameter in model.parameters():
         axis: Literal["dp", "edp"] = "edp" if parameter in experts else "dp"
+        # over how many ranks the parameter is split before it is sharded
         split = grid.ep * grid.etp if axis == "edp" else grid.tp
         shards = mesh.shards_of(axis)
         whole_copies = copies if shards > 1 else 0  # a single shard is whole anyway
-        states = STATES if parameter.requires_grad else 1
+        states = STATES if parameter.requires_grad else 1  # a frozen one has itself alone
         total += parameter.nbytes / split * (states / shards + whole_copies)
     return int(total)
 
@@ -108,6 +109,7 @@ def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:
     if config.shard == "auto":
         spans_nodes = (grid.ranks_per_node or grid.world) < grid.world
         shards_in_node = replace(mesh, shard="node").shards_of("dp")
+        # with one shard in each node, all nodes hold replicas, but not where tp fills them
         can_shard_in_node = spans_nodes and (shards_in_node > 1 or grid.tp == 1)
         shardings = ("node", "all") if can_shard_in_node else ("all",)
     if config.hold == "auto":

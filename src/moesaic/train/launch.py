@@ -163,9 +163,10 @@ def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> N
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0) % torch.cuda.device_count())
 
     def unmet() -> str:
+        """Return the line for ranks that hang while they meet."""
         return _unmet(rank, world, patience, f"{store_keeper()} {roll.fate(0)}")
 
     # later than the timeout below, so that it ends the process only if that one does not
@@ -226,7 +227,8 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
         roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
         roll.sign()
         roll.store.set(f"came/{rank}", "")
-        # rank 0 may have come last, and waits for others as long as this rank did
+        # rank 0 may have come last, and waits for others as long as this rank did; the store gives
+        # up before `ask_store` below does
         store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))
         return roll
 
@@ -267,7 +269,7 @@ def _open_store(rank: int, patience: float) -> Store:
     It waits until something listens, since PyTorch's client waits twice and prints its own errors.
 
     Raises:
-        DistError: nothing answers in time.
+        DistStoreError: nothing answers in time.
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -297,7 +299,7 @@ def _open_store(rank: int, patience: float) -> Store:
     if is_kept_here:
         return connect()
     try:
-        return ask_store(connect, 2 * seconds)
+        return ask_store(connect, 2 * seconds)  # longer than the store's own timeout
     except ConnectionError as error:
         raise dist.DistStoreError(f"{store_keeper()} does not answer") from error
 
@@ -346,9 +348,11 @@ def _is_one_of_several() -> bool:
     """Return whether this process is to join others: a launcher started several, or torchrun
     started one."""
     variables = {name: os.environ.get(name, "") for name in NEEDED}
+    # no launcher, or one that sets variables of its own alone
     if not variables["RANK"] and not variables["WORLD_SIZE"]:
         _refuse_other_launchers()
         return False
+    # a single process, which another launcher than torchrun started
     if variables["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return False
     missing = [name for name, value in variables.items() if not value]
@@ -454,7 +458,7 @@ class Roll:
                 return dead
             time.sleep(0.1)
 
-        # only a heartbeat shows whether a process on another machine lives
+        # `dead` is empty here; only a heartbeat shows whether a process on another machine lives
         elsewhere = [rank for rank in others if earlier_beats[rank] and self._is_elsewhere(rank)]
         if elsewhere:
             time.sleep(2 * self._pause)

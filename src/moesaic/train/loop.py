@@ -122,7 +122,7 @@ def train(
     returns: Counter[int] = Counter()  # rollbacks by the step of their checkpoint
     while True:
         with _watch_start(config) as watch, watch.long():
-            run = open_run(config, say, say, task)
+            run = open_run(config, say=say, announce=say, task=task)
             if next_sample_step is not None:
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
@@ -359,10 +359,10 @@ class Trainer:
         state = self.state
         self.model.train()
         self.routing.begin_step()
-        set_loss_scale(self.model, 1 / count)
+        set_loss_scale(self.model, 1 / count)  # of the auxiliary losses
         if self.ranks.dp * self.ranks.pp > 1:
             # Noise depends on the step, the dp group and the stage; ranks of a tp group draw the
-            # same.
+            # same. `group` is another number for each dp group of each stage.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
 
@@ -552,7 +552,7 @@ class Trainer:
         usual = self.spikes.usual(loss)
         if usual is None:
             return
-        self._finish_saving()
+        self._finish_saving()  # so that `checkpoints` has the one that is being written
         step = self.state.step + 1
         rolls_back = self.rolls_back and bool(self.state.checkpoints())
         self._log("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})

@@ -63,7 +63,7 @@ def matmul_flops_per_second(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    median = sorted(seconds[4:])[10]  # the first four warm up
+    median = sorted(seconds[4:])[10]  # of twenty: the first four warm up
     return 2 * rows * width * columns / median
 
 

@@ -179,7 +179,7 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
     scalars: list[tuple[str, float]] = []
     for name, value in values.items():
         path = prefix + name
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # which is an int too
             continue
         if isinstance(value, int | float):
             scalars.append((path, float(value)))

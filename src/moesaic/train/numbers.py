@@ -211,10 +211,12 @@ def _first_faults(model: nn.Module, repeat: Callable[[], object], stage: int) ->
     def check(
         direction: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
-        """Note the first tensors of a pass that are not finite."""
+        """Note the first tensors of a pass that are not finite. `detail` returns what else is known
+        about them; by default (`str()`) nothing."""
         # after the first fault of a pass, no others are looked for
         is_sound = direction in faults or all(bool(tensor.isfinite().all()) for tensor in tensors)
         if not is_sound:
+            # backward passes begin with the last stage
             place = stage if direction == "forward" else -stage
             faults[direction] = Fault(place, num_checked[direction], name, detail())
         num_checked[direction] += 1
@@ -307,7 +309,7 @@ def require_same_weights(
     own_differing = {part: own_parts[part].cpu() for part in differing if part in own_parts}
     differing_of_ranks = ranks.gathered(own_differing)
     for part in differing:
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}  # of this part, by rank
         for rank, tensors in enumerate(differing_of_ranks):
             if part in tensors:
                 copies[rank] = tensors[part].double()
@@ -386,6 +388,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the
     values times their positions."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # the tensor's values as integers of the same bits
     bits = tensor.contiguous().view(-1).view(integers[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(bits), CHECKED_AT_ONCE):

@@ -135,7 +135,7 @@ def _split_between_layers(model: GPT | PipelinedGPT, tp: DeviceMesh) -> None:
         if isinstance(module, MoE | ShortConv | LearnedPositions):
             module.register_forward_pre_hook(partial(_gather_positions, tp))
             module.register_forward_hook(partial(_split_positions, tp))
-    # a pipeline stage may lack them
+    # what the last norms return is gathered too; a pipeline stage may lack them
     for name in getattr(model, "last_norms", GPT.last_norms):
         if hasattr(model, name):
             norm = getattr(model, name)
@@ -198,6 +198,7 @@ class SplitParameters(ParallelStyle):
             if name not in self.dims:
                 continue
             placement: Placement = Shard(self.dims[name])
+            # sends nothing (`src_data_rank=None`), since all ranks have the same parameter
             split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)

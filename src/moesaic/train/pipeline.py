@@ -105,7 +105,7 @@ class Part(nn.Module):
         Returns:
             (batch, positions, dim), or logits (batch, positions, vocab_size) for the last part.
         """
-        micro = len(self.routings)
+        micro = len(self.routings)  # number of the micro-batch: each has added its list before
         self.routings.append([])
         with self.observe(micro), autocast(tokens.device, self.dtype):
             if self.is_first:
@@ -235,13 +235,13 @@ class PipelinedGPT(nn.Module):
             dtype=self.parts[0].sent or self._zero.dtype,
         )
         count = config.accumulation
-        tokens = (config.batch_size // dp, seq_len)
+        shape = (config.batch_size // dp, seq_len)  # of a micro-batch's tokens
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             """Return a micro-batch's part of the step's loss."""
             return token_loss(logits, targets) / count
 
-        return route.schedule(self.parts, tokens, count, loss_of), route
+        return route.schedule(self.parts, tokens=shape, count=count, loss_of=loss_of), route
 
     def run_step(
         self, batches: Sequence[tuple[Tensor, Tensor]], observe: Observe | None = None
@@ -270,6 +270,7 @@ class PipelinedGPT(nn.Module):
         for part in self.parts:
             part.observe = observe or _unobserved
         try:
+            # what the first part reads; every part also gets the tokens by name
             inputs = (tokens,) if self.stage == 0 else ()
             # torch's schedules reduce the gradients of FSDP2 once a step; replicas follow after it
             with (
@@ -288,6 +289,7 @@ class PipelinedGPT(nn.Module):
                 part.observe = _unobserved
         self._add_embeddings()
 
+        # each loss is divided by the number of micro-batches already
         loss = torch.stack(losses).sum().detach() if losses else self._zero
         routings: list[list[Routing]] = []
         for micro in range(len(self.parts[0].routings)):
@@ -340,6 +342,7 @@ class PipelinedGPT(nn.Module):
     def gradient_norm(self, mesh: Mesh) -> Tensor:
         """Return the norm of the full model's gradient, counting the embedding once. All ranks call
         it together."""
+        # the last stage's copy of a tied embedding is not counted
         copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
         own = [parameter for parameter in self.parameters() if parameter not in copies]
         return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)

@@ -166,6 +166,7 @@ class _Places:
             return tokens
         assert ranks.mesh is not None
         grid = ranks.mesh.grid
+        # this rank's slice of its group's tokens
         return tokens[share_of(len(tokens), grid.coordinate(ranks.mesh.rank, "tp"), grid.tp)]
 
     def are_recorded(self, place: int) -> bool:
@@ -215,6 +216,7 @@ class _Recorder:
     @property
     def is_full(self) -> bool:
         """Whether the segment is to be written."""
+        # there is a table for each step and micro-batch
         num_steps = len(self._tables) // self._shape.accumulation
         fitting_steps = SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)
         return num_steps >= max(1, min(SEGMENT_STEPS, fitting_steps))
@@ -250,7 +252,7 @@ class _Recorder:
             for tables in in_order:
                 total = torch.from_numpy(tables.astype(np.int32))
                 dist.reduce(total, dst=0)
-                tables[...] = total.numpy()
+                tables[...] = total.numpy()  # the sum on the first rank, which alone uses it
         with self._ranks.together():
             if self._ranks.is_first:
                 # (steps, micro-batches, layers, rows, columns)
@@ -311,7 +313,8 @@ class _Recorder:
             table[tokens] = encoded(choice, shape.top_k).cpu().numpy()
             return table
         sequence_of_token = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)
-        cell = sequence_of_token[choice.token] * columns + choice.expert  # of each copy
+        # of each copy, its cell in the table, numbered row after row
+        cell = sequence_of_token[choice.token] * columns + choice.expert
         counts = count(cell, choice.sent, table.size)
         return counts.cpu().numpy().reshape(rows, columns)
 
@@ -413,6 +416,7 @@ def prune(folder: Path, step: int) -> None:
     """
     for path in entries(folder, PATTERN):
         header = read_header(path) if step else None
+        # step 0, or all steps of the segment are recorded again
         if header is None or header.steps[0] >= step:
             try:
                 path.unlink()
@@ -420,7 +424,7 @@ def prune(folder: Path, step: int) -> None:
                 raise InputError(
                     f"trace {path}: cannot be removed ({error.strerror}): check the folder"
                 ) from error
-        elif header.steps[-1] >= step:
+        elif header.steps[-1] >= step:  # some of them: only the earlier ones are kept
             whole = TraceSegment(
                 header.shape,
                 header.holds,

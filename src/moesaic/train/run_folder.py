@@ -244,7 +244,7 @@ def _locked(path: Path) -> IO[bytes]:
     """
     while True:
         file = open_to_append(path, "a+b")
-        has_lock = _lock(file)
+        has_lock = _lock(file)  # None if the file system has no locks
         if not has_lock:
             _refuse_other_owner(file, path, knows_locks=has_lock is not None)
         # the previous owner may have deleted it, and another process recreated it
@@ -270,7 +270,7 @@ def _refuse_other_owner(file: IO[bytes], path: Path, *, knows_locks: bool) -> No
     file.seek(0)
     # an owner has fewer than 500 bytes
     owner = _read_owner(file.read(500).decode(errors="replace"))
-    if not knows_locks and (owner is None or _is_gone(owner)):
+    if not knows_locks and (owner is None or _is_gone(owner)):  # left by a process that ended
         return
     file.close()
     who = "another process"
@@ -330,6 +330,7 @@ def _lock(file: IO[bytes]) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
+        # what systems say where there are no locks
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
             raise
         return None

@@ -74,7 +74,7 @@ class Route:
                 num_stages=num_parts,  # torch calls each part a stage
                 device=self.device,
                 input_args=received,
-                output_args=x,
+                output_args=x,  # the last part's output differs, but is not sent
                 group=self.group,
             )
             pipeline_stages.append(stage)

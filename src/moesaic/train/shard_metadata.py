@@ -201,6 +201,7 @@ def _metadata(record: Any, others: list[str] | None) -> Metadata:
     tensors: dict[str, STORAGE_TYPES] = {}
     for name, entry in _typed(fields["state_dict_metadata"], dict).items():
         is_tensor = type(entry).__name__ != "BytesStorageMetadata"
+        # without `others`, `_tensor_metadata` refuses what is no tensor
         if others is None or is_tensor:
             tensors[_typed(name, str)] = _tensor_metadata(entry)
         else:

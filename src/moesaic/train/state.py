@@ -179,7 +179,7 @@ def _open(
     config = start.config
     ranks = start.ranks
     saved = start.saved
-    earlier = saved or start.base
+    earlier = saved or start.base  # the checkpoint whose tokenizer is taken
     data = _read_data(config, task, earlier.folder / TOKENIZER if earlier else None, ranks)
     model, hold = _make_model(start, task, data.corpus.vocab_size, announce)
 
@@ -413,7 +413,7 @@ def _build(
                 "samples: start several ranks with torchrun, or leave it none"
             )
         hold_to_budget(model, config.layer_plan, device)
-        return model, "nothing"
+        return model, "nothing"  # nothing is sharded in one process
 
     holding = choose_holding(config, model, ranks)
     hold = holding.hold
@@ -553,6 +553,7 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
         if config.adapters.base:
             freeze(model, config.adapters, grid=None)
     model.to_empty(device=pick_device(device)).eval()
+    # draws no weights; sets what checkpoints lack, such as the frequencies of rotary positions
     model.reset_parameters(draw_nothing)
     base = _find_base(replace(config, out=str(folder)), saved, say)
     if base is not None:

@@ -201,10 +201,10 @@ class Watch:
         beats = 0
         place = None
         num_bytes = 0
-        progress = 0
+        progress = 0  # how often any rank was seen to make progress, up to the last round
         still_seconds = 0.0
         last_look = time.monotonic()
-        had_failures = False
+        had_failures = False  # whether a rank had failed by the last round
         while not self._stopped.wait(self._pause):
             beats = beats + 1
 
@@ -449,7 +449,7 @@ def describe_hang(
     for group in sorted(groups.values(), key=len):
         parts.append(_group_in_words(group))
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
-    if len(parts) == 1:
+    if len(parts) == 1:  # one group, and no silent rank
         line += ": all are there, so look at the links between their nodes"
     return line
 
@@ -535,10 +535,11 @@ def _task_in_words(frame: FrameType) -> str:
         frame: the frame of `executor.drive`, which runs the generator of `executor.interpret`.
     """
     generator_frame = getattr(frame.f_locals["steps"], "gi_frame", None)
+    # the generator has ended, or is another one
     if generator_frame is None or generator_frame.f_code is not interpret.__code__:
         return ""
     request = frame.f_locals.get("request")
-    if not isinstance(request, Handle):
+    if not isinstance(request, Handle):  # it waits for no message
         return ""
     program = generator_frame.f_locals["program"]
     call = generator_frame.f_locals["call"]
@@ -547,7 +548,7 @@ def _task_in_words(frame: FrameType) -> str:
         return ""
     task = program.tasks[number]
     words = task.name
-    for slot in (*task.reads, *task.writes):
+    for slot in (*task.reads, *task.writes):  # the first slot of a chunk names the task's chunk
         chunk = program.slot(slot).layout.chunk
         if isinstance(chunk, int):
             words += f", chunk {chunk}"
