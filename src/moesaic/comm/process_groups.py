@@ -183,6 +183,7 @@ def _sized_tag(tag: int, num_bytes: int) -> int:
     Gloo aborts the process if a message is larger than its buffer. Ranks that do different things
     wait for each other instead, and then say what.
     """
+    # without the product's last bits, which depend on few bits of the size
     size_hash = (num_bytes * _ODD >> 16) % _SIZES
     return tag % _TAGS * _SIZES + size_hash
 

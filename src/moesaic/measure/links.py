@@ -38,7 +38,7 @@ def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
     tag = transport.take_tags(1)
     rank = transport.rank
     target = peers[1]
-    if peers[0] != 0 or rank not in (0, target):
+    if peers[0] != 0 or rank not in (0, target):  # another group, or a silent rank of this one
         return None
     sends = {target: whole} if rank == 0 else {}
     receives = {0: whole} if rank == target else {}

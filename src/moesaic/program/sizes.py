@@ -288,6 +288,7 @@ class CallSizes:
         """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
         depends_on_counts = layout.chunk in HELPERS or self._may_be_replicated(layout)
+        # Combinations of origins, experts and chunks are summed without a list of the pieces.
         if held.homes is None and not depends_on_counts:
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
@@ -383,22 +384,25 @@ class CallSizes:
         int64 each."""
         world = self.grid.world
         rows = self._pieces(move.source.flow).rows
+        num_pieces = len(rows)
         # A piece is exchanged within a group of ranks, which its lowest rank stands for.
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         holder, held = self._held_by(move.source)
         target, wanted = self._held_by(move.target)
-        wanted_keys = group[target] * len(rows) + wanted
-        # Sorted by group and piece, then by holder.
-        held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
+        # A key is one number for a group and a piece. With the rank as a further digit, it is one
+        # number for a piece on a rank; sorted, these stand by group and piece, then by holder.
+        wanted_keys = group[target] * num_pieces + wanted
+        held_by_rank = np.sort((group[holder] * num_pieces + held) * world + holder)
         held_keys, holder = np.divmod(held_by_rank, world)
 
         if not move.reduce:
-            # What the target holds itself is not sent; the lowest holder sends the rest.
+            # What the target holds itself is not sent.
             own = wanted_keys * world + target
             is_foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
             target = target[is_foreign]
             wanted = wanted[is_foreign]
             wanted_keys = wanted_keys[is_foreign]
+            # The lowest holder of a piece, the first with its key, sends the rest.
             lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
             held_keys = held_keys[lowest]
             holder = holder[lowest]
@@ -407,7 +411,7 @@ class CallSizes:
         first = np.searchsorted(held_keys, wanted_keys)
         if move.reduce:
             end = np.searchsorted(held_keys, wanted_keys, side="right")
-        else:
+        else:  # one sender, or none
             end = first + _stands_at(held_keys, first, wanted_keys)
         # Replicated weights that no rank needs are not sent.
         assert move.is_for_helpers or (first < end).all(), (
@@ -534,7 +538,7 @@ class CallSizes:
             destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
             number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
             position = find(token_pieces, number)
-        else:
+        else:  # one piece of tokens for each origin
             position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
         return self.offsets(tokens, rank)[:-1][position]
 

@@ -246,7 +246,7 @@ class Replicas:
     @torch.no_grad()
     def _begin(self, _: Tensor) -> None:
         """Expect the end of a backward pass."""
-        if self._is_expected:
+        if self._is_expected:  # it has begun at another output
             return
         self._is_expected = True
         grid = self._mesh.grid

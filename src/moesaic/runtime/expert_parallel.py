@@ -489,7 +489,7 @@ class ExpertParallel:
         """
         if dtype is None:
             dtype = x_TD.dtype
-        if self._deepep is not None:
+        if self._deepep is not None:  # its kernels run the call, not a program
             self.check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
             return run_by_deepep(self._deepep, experts, x_TD, by_slot).to(dtype)
@@ -710,7 +710,7 @@ class ExpertParallel:
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
         """Draw the router's noise for all tokens of the tensor-parallel group, the same on each
         rank. Without noise, no seed is sent."""
-        draws_noise = router.draw(0, x_TD.device) is not None
+        draws_noise = router.draw(0, x_TD.device) is not None  # asked for no tokens
         if self.grid.tp == 1 or not draws_noise:
             return router.draw(len(x_TD), x_TD.device)
         own_seed = torch.randint(2**62, (1,)).to(x_TD.device)
@@ -737,6 +737,7 @@ class ExpertParallel:
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
+            # raises if ranks differ; if they do not, all have changed since the forward pass
             self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
                 "the layer's plan, or the dtype of the call, was changed between a forward pass "
@@ -856,6 +857,7 @@ def even_counts(
 
 def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return how much of its tensor-parallel group's rows each rank takes."""
+    # where the share ends, less where it begins
     return counts * (place + 1) // size - counts * place // size
 
 
