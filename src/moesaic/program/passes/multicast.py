@@ -235,6 +235,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
     for second in program.tasks:
         if not _moves_rows(second, kinds):
             continue
+        # A pair: a task between makes what the second movement sends of what the first brings.
         between = writer.get(second.reads[0])
         first = writer.get(between.reads[0]) if between is not None else None
         if between is None or first is None or not _moves_rows(first, kinds):
@@ -249,7 +250,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         reads = (*first.writes, arriving.name)
         wait_for_both = replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))
         replacements[first.name].append(at_once)
-        replacements[between.name] = []
+        replacements[between.name] = []  # left to the kernel
         replacements[second.name] = [wait_for_both]
     tasks = list[Task]()
     for task in program.tasks:
