@@ -200,7 +200,7 @@ class Mesh:
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )
-            groups = device_mesh.get_all_groups()
+            groups = device_mesh.get_all_groups()  # one for each dimension
             group = groups[0] if device_mesh.ndim == 1 else _new_group(ranks, *groups)
             cache[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
         mesh: Mesh = cache[key]

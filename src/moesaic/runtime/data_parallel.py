@@ -303,7 +303,7 @@ class DataRanks:
             self._groups = () if group is None else (group,)
             self._is_fixed = True
         elif not self._is_fixed:
-            for parameter in parameters:
+            for parameter in parameters:  # the first that is sharded tells
                 if not is_dtensor(parameter):
                     continue
                 if any(placement.is_shard() for placement in parameter.placements):
