@@ -276,7 +276,7 @@ class Nccl(AbstractTransport):
                 timeout=timeout,
                 backend="nccl",
                 pg_options=options,
-                use_local_synchronization=members is not None,
+                use_local_synchronization=members is not None,  # these ranks alone take part
             )
             assert isinstance(group, dist.ProcessGroup)
             # creates the communicator now, while all ranks take part

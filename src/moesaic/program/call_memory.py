@@ -352,7 +352,7 @@ class _Walk:
         is_of_experts = writer is not None and writer.op is Op.EXPERT_GRAD
         if not (experts.kernel and is_of_experts and slot.layout.flow == "weights"):
             return self.slot_bytes(name)
-        # The matrices that read the token are one parameter.
+        # All matrices but the last one read the token, and are one parameter.
         bytes_per_unit = (experts.matrices - 1) * experts.dim * experts.element_bytes
         return self._bytes_of(slot.layout, bytes_per_unit)
 

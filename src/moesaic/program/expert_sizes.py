@@ -129,8 +129,8 @@ that a product copies."""
 
 
 def _moments(call: KernelCall, limit: int) -> list[Moment]:
-    """Return the moments of a phase at which most memory may be alive. `limit` is the most rows of
-    a block.
+    """Return the moments of a phase at which most memory may be alive, each as a number of buffers
+    of (block's rows, dim) and the bytes that a product copies. `limit` is the most rows of a block.
 
     Forward: the products of the gathered rows, and the last product, whose result is then placed.
     Backward: the products with the weighted gradients of the results, and those with the gradients

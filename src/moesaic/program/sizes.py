@@ -92,6 +92,7 @@ class MovedRows:
             return np.zeros(len(source), dtype=np.int64)
         pairs = self.source * self.world + self.target
         wanted_pairs = source * self.world + target
+        # Where each wanted pair stands; if another one stands there, nothing is sent.
         position = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
         return np.where(pairs[position] == wanted_pairs, self.rows[position], 0)
 
@@ -392,13 +393,14 @@ class CallSizes:
         # A key is one number for a group and a piece. With the rank as a further digit, it is one
         # number for a piece on a rank; sorted, these stand by group and piece, then by holder.
         wanted_keys = group[target] * num_pieces + wanted
-        held_by_rank = np.sort((group[holder] * num_pieces + held) * world + holder)
-        held_keys, holder = np.divmod(held_by_rank, world)
+        held_on_ranks = np.sort((group[holder] * num_pieces + held) * world + holder)
+        held_keys, holder = np.divmod(held_on_ranks, world)
 
         if not move.reduce:
             # What the target holds itself is not sent.
-            own = wanted_keys * world + target
-            is_foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
+            wanted_on_targets = wanted_keys * world + target
+            position = np.searchsorted(held_on_ranks, wanted_on_targets)
+            is_foreign = ~_stands_at(held_on_ranks, position, wanted_on_targets)
             target = target[is_foreign]
             wanted = wanted[is_foreign]
             wanted_keys = wanted_keys[is_foreign]
@@ -524,10 +526,10 @@ class CallSizes:
         """Return the base of each piece of the copies, (pieces,) int64: the row in the slot of
         tokens of the first token of its origin. The program's index of a copy counts from there."""
         copy_pieces = self.shapes.pieces(copies, rank)
-        rows_moved = self.shapes.tokens_later(copies, rank)
+        rows_later = self.shapes.tokens_later(copies, rank)
         # Samples have moved to this rank: so many rows after where the index says, from row 0.
-        if rows_moved is not None:
-            return rows_moved
+        if rows_later is not None:
+            return rows_later
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1
         # The index then counts all tokens of the slot, from its row 0.

@@ -128,7 +128,7 @@ def _check_layouts(program: Program, task: Task, where: str) -> None:
     state."""
     source = program.slot(task.reads[0])
     target = program.slot(task.writes[0])
-    if source.layout == target.layout:
+    if source.layout == target.layout:  # the same rows: none may be added or left out
         word = collective(program, task.name)
         if {"gather", "slice", "reduce_scatter"}.intersection(word.split("+")):
             raise ProgramError(

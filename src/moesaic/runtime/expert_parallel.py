@@ -518,6 +518,7 @@ class ExpertParallel:
         by_expert = self.peers.order(routing.expert)
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
+            # the counts have a row for each of the ranks that route
             num_sent = int(routed.record.gathered.sent_on_host[self.peers.place].sum())
             by_expert = by_expert[:num_sent]
         token = routing.token.index_select(0, by_expert)

@@ -36,7 +36,7 @@ class GatheredUnits:
             if mesh_info is not None:
                 self._freed.append((group, mesh_info))
                 group.post_forward_mesh_info = None  # FSDP2 then keeps its parameters
-            elif not is_held:
+            elif not is_held:  # it keeps its parameters whole anyway
                 staying.append(group)
         return staying
 
