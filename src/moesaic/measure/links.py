@@ -100,6 +100,8 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     whole = shares.new_empty(ranks_per_node, *shares.shape)
     received = whole[rank % ranks_per_node]  # a view of this rank's part
     received[rank] = shares[rank]
+    # In each phase a rank sends to the ranks of one node and receives from those of one, first its
+    # own.
     exchanges = []
     for phase in range(nodes):
         targets = _ranks_of_node(own_node + phase, nodes, ranks_per_node)

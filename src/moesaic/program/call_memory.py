@@ -395,9 +395,9 @@ class _Walk:
                 row_bytes += self.experts.dim * size
             row_sums = self._bytes_of(tokens, float32_row)
             return self._bytes_of(self.slots[rows].layout, row_bytes) + row_sums
-        if task.op is Op.UNPACK:
+        if task.op is Op.UNPACK:  # decoded rows, before they are in their places
             return self.slot_bytes(task.writes[0])
-        if task.op is Op.ADD and size < WIDE:
+        if task.op is Op.ADD and size < WIDE:  # a stack of what is added
             return _total_bytes([self._stacked(name) for name in task.reads])
         return Counter()
 

@@ -488,7 +488,7 @@ class LayoutIndex(AbstractLayoutIndex):
             chunks[rank, self._chunks(layout, rank)] = True
 
         inside = None
-        if layout.step is not None:
+        if layout.step is not None:  # the runs whose expert lives that many groups ahead
             step, num_groups = layout.step
             origin, expert = np.ogrid[:num_origins, :num_experts]
             inside = self._ahead(origin, expert, num_groups) == step

@@ -129,7 +129,8 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
-    # With at most 8 entries per given pair, a table of all pairs is cheaper than sorting.
+    # A table with a cell for every possible pair, if that is at most 8 cells for each given one, is
+    # cheaper than sorting.
     if world * world <= 8 * len(pairs):
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
@@ -437,7 +438,7 @@ class CallSizes:
         if FLOWS[flow].is_per_expert and not by_expert and flow not in ("weights", "bias"):
             experts_per_home = self.num_experts // self.grid.ep
         rows = self._rows[flow]  # (origins, experts, chunks)
-        if experts_per_home > 1:
+        if experts_per_home > 1:  # (origins, homes, experts of a home, chunks), then without these
             rows = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(rows)
         unreplicated = _FlowPieces(

@@ -163,7 +163,7 @@ def _cycle(program: Program, start: Task) -> tuple[str, ...]:
         path = paths.pop()
         for name in path[-1].reads:
             writer = writers.get(name)
-            if writer is start:
+            if writer is start:  # the path goes from readers to writers
                 return tuple(task.name for task in reversed(path))
             if writer is not None and writer.name not in visited:
                 visited.add(writer.name)
