@@ -362,7 +362,7 @@ class Mesh:
 def _default_device_type(transport: str, group: dist.ProcessGroup | None) -> DeviceType:
     """Return "cuda" if there are GPUs, and the transport or an existing process group connects
     them; else "cpu"."""
-    if transport != "auto":
+    if transport != "auto":  # nccl alone connects GPUs
         return "cuda" if transport == "nccl" else "cpu"
     if not torch.cuda.is_available():
         return "cpu"

@@ -438,7 +438,8 @@ class CallSizes:
         if FLOWS[flow].is_per_expert and not by_expert and flow not in ("weights", "bias"):
             experts_per_home = self.num_experts // self.grid.ep
         rows = self._rows[flow]  # (origins, experts, chunks)
-        if experts_per_home > 1:  # (origins, homes, experts of a home, chunks), then without these
+        if experts_per_home > 1:
+            # (origins, homes, experts of a home, chunks), summed over the experts
             rows = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(rows)
         unreplicated = _FlowPieces(

@@ -362,7 +362,7 @@ class ExpertParallel:
         """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else
         all; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
-        if self.auto is not None and replay is None:
+        if self.auto is not None and replay is None:  # choose the plan of the call
             self.auto(len(x_TD), top_k, dtype)
         # A recomputation runs as its first pass did.
         earlier = None if replay is None else replay.gathered
@@ -445,7 +445,7 @@ class ExpertParallel:
                 gradient.
         """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
-        if self.auto is not None:
+        if self.auto is not None:  # choose the plan of the call
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
         self._enter(
             {
@@ -600,7 +600,7 @@ class ExpertParallel:
             chosen = inputs.choose(counted)
         else:
             chosen = self.calls.choose(inputs.record, counted)
-        node_tokens = None
+        node_tokens = None  # also of a call in slices, each of which finds its own
         if inputs.node_tokens is not None and not chosen.run_slices:
             node_tokens = self._with_all_counts(inputs.node_tokens)
 

@@ -293,6 +293,7 @@ class Bundle:
         widest_width = self._widths[self._widest]
         widest = values[self._widest]
         self._unit = widest.dtype if widest.element_size() == unit_bytes else _UNITS[unit_bytes]
+        """The dtype of a unit."""
         self._device = widest.device
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
         self._peers = sorted({peer for split in splits for peer in split.peers})
@@ -310,6 +311,7 @@ class Bundle:
             self._sections += [offset - message_start, padding]
             offset += padding
         self._size = offset
+        """The units of all messages, with padding."""
 
     def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocate memory for all messages; return it with each peer's part of it."""
@@ -382,7 +384,7 @@ class Bundle:
         """
         split = self.splits[number]
         width = self._widths[number]
-        if memory.device.type != "cpu":  # joined peer by peer, with an index if not in place
+        if memory.device.type != "cpu":  # joined peer by peer; `in_place`, an index into these rows
             messages = self._messages(memory, number) or [memory[:0]]
             joined = _viewed(torch.cat(messages).view(-1, width), dtype)
             if not in_place or split.is_whole:

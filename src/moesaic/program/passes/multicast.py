@@ -105,11 +105,12 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> _Arrived
     if has_node_tokens:
         token_index = build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
+    # What origins send: tokens, once for each destination of their flow.
     rows = build.permute(tokens, token_index, name=flow, layout=Layout(flow=flow), states={})
     gates = _gates(build, slices)
 
     mate_index = ""
-    if _has_mates(grid):
+    if _has_mates(grid):  # to the mates, which make rank_tokens of node_tokens
         rows = _to_mate(build, rows, flow)
         if has_node_tokens:
             mate_index = _to_mate(build, rank_token_index, "rank_token_index")
@@ -147,7 +148,7 @@ def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
     """Return the sums of rank_tokens to their origins. With an index, mates first sum them to
     node_tokens."""
     summed_shards: States = {"etp": State.SHARDED}
-    if not _has_mates(grid):
+    if not _has_mates(grid):  # straight to the origins
         return build.move(
             sums,
             "z",
@@ -156,6 +157,7 @@ def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
             states=summed_shards,
             stage=Stage.COMBINE,
         )
+    # Inside the node to the mates, then between nodes.
     at_mate = build.move(
         sums,
         "z_rank_tokens",
