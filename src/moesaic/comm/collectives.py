@@ -312,6 +312,7 @@ def check_same(
     # The texts may differ in length where fields have another order, which does not matter.
     if len({head._replace(text_bytes=0) for head in heads}) == 1:
         return
+    # All ranks gather texts of the largest length.
     padded = torch.zeros(max(head.text_bytes for head in heads), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(transport, everyone, padded.to(transport.device))

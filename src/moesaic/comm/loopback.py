@@ -228,7 +228,7 @@ class _LockStep:
         if not runnable and self._live:
             self._resolve_deadlock()
             runnable = self._runnable()
-        if not runnable:
+        if not runnable:  # all ranks have ended
             self.done.set()
             return False
         self.running = self._random.choice(runnable)

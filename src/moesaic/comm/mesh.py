@@ -200,7 +200,7 @@ class Mesh:
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )
-            groups = device_mesh.get_all_groups()
+            groups = device_mesh.get_all_groups()  # one for each dimension
             group = groups[0] if device_mesh.ndim == 1 else _new_group(ranks, *groups)
             cache[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
         mesh: Mesh = cache[key]
@@ -362,7 +362,7 @@ class Mesh:
 def _default_device_type(transport: str, group: dist.ProcessGroup | None) -> DeviceType:
     """Return "cuda" if there are GPUs, and the transport or an existing process group connects
     them; else "cpu"."""
-    if transport != "auto":
+    if transport != "auto":  # nccl alone connects GPUs
         return "cuda" if transport == "nccl" else "cpu"
     if not torch.cuda.is_available():
         return "cpu"
@@ -393,7 +393,7 @@ def _agreed_grid(
     _check_axes(transport, **sizes)
     if shard not in get_args(Sharding):
         raise InputError(f"mesh.shard={shard!r}: choose one of {', '.join(get_args(Sharding))}")
-    if ranks_per_node is None and is_part:
+    if ranks_per_node is None and is_part:  # as the launcher's nodes divide these ranks
         ranks_per_node = _ranks_per_node(_world_ranks(group))
     elif ranks_per_node is None:
         ranks_per_node = _launched_per_node(transport.world)
@@ -471,6 +471,7 @@ def open_transport(
     if device_type not in ("cpu", "cuda"):
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
     open_offered = None if name in TRANSPORTS else _offered(name)
+    # nccl goes with "cuda", all others with "cpu"
     if name != "auto" and (name == "nccl") != (device_type == "cuda"):
         raise InputError(
             f"transport={name} does not carry messages between {device_type} devices: choose auto"

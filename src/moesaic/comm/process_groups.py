@@ -183,6 +183,7 @@ def _sized_tag(tag: int, num_bytes: int) -> int:
     Gloo aborts the process if a message is larger than its buffer. Ranks that do different things
     wait for each other instead, and then say what.
     """
+    # without the product's last bits, which depend on few bits of the size
     size_hash = (num_bytes * _ODD >> 16) % _SIZES
     return tag % _TAGS * _SIZES + size_hash
 
@@ -275,7 +276,7 @@ class Nccl(AbstractTransport):
                 timeout=timeout,
                 backend="nccl",
                 pg_options=options,
-                use_local_synchronization=members is not None,
+                use_local_synchronization=members is not None,  # these ranks alone take part
             )
             assert isinstance(group, dist.ProcessGroup)
             # creates the communicator now, while all ranks take part

@@ -50,7 +50,7 @@ def lost_message(
         return error
     rank = group.rank()
     places = {rank: doing} | _others(group, doing)
-    if len(set(places.values())) > 1:
+    if len(set(places.values())) > 1:  # ranks wait in different places
         return InputError(f"{in_words(places)}: {ADVICE}")
     if peer is None or peer in places:  # all say the same place
         return error
@@ -120,5 +120,5 @@ def _others(group: dist.ProcessGroup, doing: str) -> dict[int, str]:
     # In a thread of its own, since a store of a stopped process may block for long.
     thread = threading.Thread(target=ask, name="moesaic-waits", daemon=True)
     thread.start()
-    thread.join(2 * GRACE_SECONDS)
+    thread.join(2 * GRACE_SECONDS)  # no longer, even if the store blocks
     return dict(places)

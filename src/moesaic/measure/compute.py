@@ -122,7 +122,7 @@ def median_seconds(
     start = time.thread_time()
     function()
     seconds = max(time.thread_time() - start, 1e-6)
-    num_calls = max(1, min(50, int(2e-3 / seconds)))  # about 2 ms per repeat
+    num_calls = max(1, min(50, int(2e-3 / seconds)))  # about 2 ms per repeat, at most 50
     barrier()
     own_times = []
     for _ in range(repeats):

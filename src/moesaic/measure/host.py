@@ -254,6 +254,7 @@ def timed(
     gc.collect()
     for repeat in range(-1, repeats):  # -1 is not timed
         for number, calibration in enumerate(layers):
+            # of `repeats + 1` rounds, `repeat + 1` are done, and a part of this one
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             layer = built[calibration.shape]
             barrier()

@@ -38,7 +38,7 @@ def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
     tag = transport.take_tags(1)
     rank = transport.rank
     target = peers[1]
-    if peers[0] != 0 or rank not in (0, target):
+    if peers[0] != 0 or rank not in (0, target):  # another group, or a silent rank of this one
         return None
     sends = {target: whole} if rank == 0 else {}
     receives = {0: whole} if rank == target else {}
@@ -100,6 +100,8 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     whole = shares.new_empty(ranks_per_node, *shares.shape)
     received = whole[rank % ranks_per_node]  # a view of this rank's part
     received[rank] = shares[rank]
+    # In each phase a rank sends to the ranks of one node and receives from those of one, first its
+    # own.
     exchanges = []
     for phase in range(nodes):
         targets = _ranks_of_node(own_node + phase, nodes, ranks_per_node)

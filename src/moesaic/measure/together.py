@@ -113,7 +113,7 @@ def _ask_for_time() -> float:
         dist.recv(theirs, 0)
         received = time.monotonic()
         round_trip = received - sent
-        offset = float(theirs) - (sent + received) / 2
+        offset = float(theirs) - (sent + received) / 2  # as if they answered halfway
         answers.append((round_trip, offset))
     _, offset_of_shortest = min(answers)
     return offset_of_shortest

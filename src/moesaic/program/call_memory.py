@@ -54,7 +54,7 @@ class _Scratch(NamedTuple):
     shards: int
     """How many shards of the hidden width the task computes."""
     gathers_x: bool
-    """As `places_x` and `phase`, see `KernelCall`."""
+    """This and the next two are those of `KernelCall`."""
     places_x: bool
     phase: Phase
 
@@ -275,10 +275,11 @@ class _Walk:
             return True, False
         if writer.op is Op.UNPACK:  # read in the order in which rows arrived, and sent back in it
             return True, True
-        if writer.op is not Op.MOVE:
+        if writer.op is not Op.MOVE:  # counted as written in the experts' order
             return False, False
-        if self.stays(writer):
+        if self.stays(writer):  # rows lie as in the source
             return self._order_of(writer.reads[0])
+        # Unless rows arrive in the slot's order, they are read in the order in which they arrived.
         _, _, in_place = self.messages(writer, joined=False)
         return not in_place, not in_place
 
@@ -351,7 +352,7 @@ class _Walk:
         is_of_experts = writer is not None and writer.op is Op.EXPERT_GRAD
         if not (experts.kernel and is_of_experts and slot.layout.flow == "weights"):
             return self.slot_bytes(name)
-        # The matrices that read the token are one parameter.
+        # All matrices but the last one read the token, and are one parameter.
         bytes_per_unit = (experts.matrices - 1) * experts.dim * experts.element_bytes
         return self._bytes_of(slot.layout, bytes_per_unit)
 
@@ -360,7 +361,7 @@ class _Walk:
         return self.mesh.stays(move_of(task, self.slots))
 
     def coded(self, slot: Slot, codec: str | None) -> int:
-        """Return the bytes of a slot's row in a message."""
+        """Return the bytes of a slot's row in a message; "" and None stand for no codec."""
         if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
             return self._row_bytes(slot)
         dtype = DTYPES[self.experts.element_bytes]
@@ -394,9 +395,9 @@ class _Walk:
                 row_bytes += self.experts.dim * size
             row_sums = self._bytes_of(tokens, float32_row)
             return self._bytes_of(self.slots[rows].layout, row_bytes) + row_sums
-        if task.op is Op.UNPACK:
+        if task.op is Op.UNPACK:  # decoded rows, before they are in their places
             return self.slot_bytes(task.writes[0])
-        if task.op is Op.ADD and size < WIDE:
+        if task.op is Op.ADD and size < WIDE:  # a stack of what is added
             return _total_bytes([self._stacked(name) for name in task.reads])
         return Counter()
 
@@ -490,7 +491,8 @@ class _Alive:
 
     def _run_deferred(self, buffers: Iterable[Bytes]) -> None:
         """Run the deferred products, beside the buffers of messages that are not in `_flights`."""
-        if self._deferred:  # which `_record` counts: for one step what the products need
+        if self._deferred:
+            # `_record` counts `_deferred`: while the products run, that is what they need.
             self._deferred = self._summing
             self._record(*buffers)
         self._deferred = Counter()

@@ -183,7 +183,7 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     # What follows the transpose changes nothing before it, so plans that differ there share both
     # programs, cached under a plan with the defaults of these choices.
     default = Plan()
-    is_link = plan.crossing is Crossing.LINK
+    is_link = plan.crossing is Crossing.LINK  # an algorithm for lowering, after the transpose
     plan_before_transpose = replace(
         plan,
         all_to_all=default.all_to_all if is_link else plan.all_to_all,

@@ -100,14 +100,14 @@ def missing_rows(num_rows: int) -> int:
     if num_rows <= STEP:
         return 0
     next_power_of_two = 1 << num_rows.bit_length()  # above the number, at most twice it
-    multiple = max(STEP, next_power_of_two >> 5)
-    return -num_rows % multiple
+    multiple = max(STEP, next_power_of_two >> 5)  # a 32nd of that power
+    return -num_rows % multiple  # up to the next multiple
 
 
 def by_expert_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/by_expert.py` needs beside inputs, results and what it keeps:
     buffers of one block, what the products of an expert's rows copy, and numbers of every row."""
-    # Blocks are cut by this many buffers of (rows, units) and of (rows, dim).
+    # Blocks are cut so that this many buffers of (rows, units) and of (rows, dim) fit the cache.
     size = call.element_bytes
     hidden_buffers = call.matrices if call.is_backward else 1
     dim_buffers = 2 if call.is_backward else 1
@@ -129,8 +129,8 @@ that a product copies."""
 
 
 def _moments(call: KernelCall, limit: int) -> list[Moment]:
-    """Return the moments of a phase at which most memory may be alive. `limit` is the most rows of
-    a block.
+    """Return the moments of a phase at which most memory may be alive, each as a number of buffers
+    of (block's rows, dim) and the bytes that a product copies. `limit` is the most rows of a block.
 
     Forward: the products of the gathered rows, and the last product, whose result is then placed.
     Backward: the products with the weighted gradients of the results, and those with the gradients
@@ -153,8 +153,8 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if not call.weights_late:
         return [(1, 0), (1, down), (for_sums + placed, up)]
     # The weighted gradients take one more buffer, unless rows in place are weighted as they are
-    # gathered. The dot products copy both factors to float32, as is their product: 4 bytes each for
-    # every hidden unit, and for some single numbers of a row.
+    # gathered. The dot products copy both factors to float32, as is their product: three times 4
+    # bytes for every hidden unit, and for four single numbers of a row.
     dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
     return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
 

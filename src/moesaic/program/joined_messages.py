@@ -99,6 +99,7 @@ def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
     small_layout = slots[small.writes[0]].layout
     if layout.step != small_layout.step:
         return False
+    # None: all chunks, which go with any
     if layout.chunk != small_layout.chunk and None not in (layout.chunk, small_layout.chunk):
         return False
     route = (task.op, task.lane, task.group, task.stage)

@@ -165,6 +165,7 @@ class Held:
             piece = np.arange(len(origin))
         else:
             piece = np.flatnonzero(self.inside[origin, expert])
+        # The three indices of the pieces, with what each rank holds of each.
         axes = {
             "origin": _HeldNumbers(self.origins, origin),
             "expert": _HeldNumbers(self.experts, expert),
@@ -176,21 +177,20 @@ class Held:
             if not is_held.all():
                 piece = piece[is_held[axis.number[piece]]]
 
-        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them: by
-        # its home; by its origin and the set of experts it is in, if it is in one of those that
-        # ranks hold; or by the axis that leaves the fewest pairs.
-        if self.homes is not None:
+        # Pair each piece with the ranks that may hold it, as far as one or two axes tell.
+        if self.homes is not None:  # at most its home does
             rank = self.homes[origin[piece], chunk[piece]]
-        elif self._kinds is not None:
+        elif self._kinds is not None:  # those that hold its origin, and its set of experts
             rank, piece = self._by_origin_and_kind(axes.pop("origin"), axes.pop("expert"), piece)
-        else:
+        else:  # those that hold it by one axis: by the one that leaves the fewest pairs
             fewest = min(axes, key=lambda name: axes[name].num_candidates(piece))
             rank, piece = axes.pop(fewest).holders(piece)
 
-        # Keep the pairs whose rank holds the piece by the other axes too.
+        # Keep the pairs whose rank holds the piece by the other axes too, those not popped above.
         for axis in axes.values():
             if axis.held.all():
                 continue
+            # Where the table `held` has the entry (rank, number), row after row.
             position = rank * axis.held.shape[1] + axis.number[piece]
             holds = axis.held.ravel()[position]
             if not holds.all():
@@ -488,7 +488,7 @@ class LayoutIndex(AbstractLayoutIndex):
             chunks[rank, self._chunks(layout, rank)] = True
 
         inside = None
-        if layout.step is not None:
+        if layout.step is not None:  # the runs whose expert lives that many groups ahead
             step, num_groups = layout.step
             origin, expert = np.ogrid[:num_origins, :num_experts]
             inside = self._ahead(origin, expert, num_groups) == step
@@ -514,8 +514,8 @@ class LayoutIndex(AbstractLayoutIndex):
         """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
         held = self._pieces_of_members(move.source, members)
         wanted = self._pieces_of_members(move.target, members)
-        # A key is a piece and a member that holds it. Sorted by piece, then rank: the lowest rank
-        # that holds a piece comes first.
+        # A key is one number for a piece and a member that holds it. Sorted by piece, then rank:
+        # the lowest rank that holds a piece comes first.
         keys = held.number * len(members) + held.member
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
@@ -540,7 +540,7 @@ class LayoutIndex(AbstractLayoutIndex):
             position = runs(first, num_holders)
             target = np.repeat(target, num_holders)
             target_place = np.repeat(target_place, num_holders)
-        elif len(keys):  # the target's own piece, else the lowest rank's
+        elif len(keys):  # the target's own piece if it holds it, else the lowest rank's
             own_keys = wanted.number * len(members) + target
             own_position = np.minimum(np.searchsorted(keys, own_keys), len(keys) - 1)
             position = np.where(keys[own_position] == own_keys, own_position, first)
@@ -581,11 +581,11 @@ class LayoutIndex(AbstractLayoutIndex):
         grid = self.grid
         peers = grid.group(rank, layout.spread)
         axes = FLOWS[layout.flow].origins
-        if axes == ():
+        if axes == ():  # the flow has a single origin
             return np.array([0])
-        if axes is not None:
+        if axes is not None:  # origins are coordinates on an axis
             return np.array(sorted({grid.coordinate(peer, axes[0]) for peer in peers}))
-        if not layout.whole_tp:
+        if not layout.whole_tp:  # origins are ranks
             return np.array(sorted(peers))
         tp_groups = [grid.group(peer, ("tp",)) for peer in peers]
         return np.array(sorted(set().union(*tp_groups)))
@@ -633,6 +633,7 @@ def _by_member(
         places: (n,) positions of the pieces in the member's slot.
     """
     order = np.lexsort((peer, own))  # by member, then by peer
+    # Where each member's entries start in this order, and the end of the last one's.
     member_starts = np.searchsorted(own[order], np.arange(len(members) + 1))
     matched = []
     for begin, end in pairwise(member_starts):

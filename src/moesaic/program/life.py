@@ -69,10 +69,10 @@ class Life:
         """The steps before which a run may pause, as places in `steps`: the first that waits for
         messages of the slowest lane, and the first that does so after the last expert task."""
         waiting = list[int]()
-        last_expert = -1
+        last_expert = -1  # before all steps, if there is no expert task
         for place, step in enumerate(self.steps):
             lanes = [self.steps[sender].tasks[0].lane for sender in step.lands]
-            # all lanes but that inside nodes count as slow
+            # lanes differ only by whether they are inside nodes: all others count as one
             if any((lane is Lane.INTRA) == (self.slowest is Lane.INTRA) for lane in lanes):
                 waiting.append(place)
             if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):

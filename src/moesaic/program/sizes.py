@@ -92,6 +92,7 @@ class MovedRows:
             return np.zeros(len(source), dtype=np.int64)
         pairs = self.source * self.world + self.target
         wanted_pairs = source * self.world + target
+        # Where each wanted pair stands; if another one stands there, nothing is sent.
         position = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
         return np.where(pairs[position] == wanted_pairs, self.rows[position], 0)
 
@@ -128,7 +129,8 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
-    # With at most 8 entries per given pair, a table of all pairs is cheaper than sorting.
+    # A table with a cell for every possible pair, if that is at most 8 cells for each given one, is
+    # cheaper than sorting.
     if world * world <= 8 * len(pairs):
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
@@ -288,6 +290,7 @@ class CallSizes:
         """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
         depends_on_counts = layout.chunk in HELPERS or self._may_be_replicated(layout)
+        # Combinations of origins, experts and chunks are summed without a list of the pieces.
         if held.homes is None and not depends_on_counts:
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
@@ -383,22 +386,26 @@ class CallSizes:
         int64 each."""
         world = self.grid.world
         rows = self._pieces(move.source.flow).rows
+        num_pieces = len(rows)
         # A piece is exchanged within a group of ranks, which its lowest rank stands for.
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         holder, held = self._held_by(move.source)
         target, wanted = self._held_by(move.target)
-        wanted_keys = group[target] * len(rows) + wanted
-        # Sorted by group and piece, then by holder.
-        held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
-        held_keys, holder = np.divmod(held_by_rank, world)
+        # A key is one number for a group and a piece. With the rank as a further digit, it is one
+        # number for a piece on a rank; sorted, these stand by group and piece, then by holder.
+        wanted_keys = group[target] * num_pieces + wanted
+        held_on_ranks = np.sort((group[holder] * num_pieces + held) * world + holder)
+        held_keys, holder = np.divmod(held_on_ranks, world)
 
         if not move.reduce:
-            # What the target holds itself is not sent; the lowest holder sends the rest.
-            own = wanted_keys * world + target
-            is_foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
+            # What the target holds itself is not sent.
+            wanted_on_targets = wanted_keys * world + target
+            position = np.searchsorted(held_on_ranks, wanted_on_targets)
+            is_foreign = ~_stands_at(held_on_ranks, position, wanted_on_targets)
             target = target[is_foreign]
             wanted = wanted[is_foreign]
             wanted_keys = wanted_keys[is_foreign]
+            # The lowest holder of a piece, the first with its key, sends the rest.
             lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
             held_keys = held_keys[lowest]
             holder = holder[lowest]
@@ -407,7 +414,7 @@ class CallSizes:
         first = np.searchsorted(held_keys, wanted_keys)
         if move.reduce:
             end = np.searchsorted(held_keys, wanted_keys, side="right")
-        else:
+        else:  # one sender, or none
             end = first + _stands_at(held_keys, first, wanted_keys)
         # Replicated weights that no rank needs are not sent.
         assert move.is_for_helpers or (first < end).all(), (
@@ -432,6 +439,7 @@ class CallSizes:
             experts_per_home = self.num_experts // self.grid.ep
         rows = self._rows[flow]  # (origins, experts, chunks)
         if experts_per_home > 1:
+            # (origins, homes, experts of a home, chunks), summed over the experts
             rows = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(rows)
         unreplicated = _FlowPieces(
@@ -520,10 +528,10 @@ class CallSizes:
         """Return the base of each piece of the copies, (pieces,) int64: the row in the slot of
         tokens of the first token of its origin. The program's index of a copy counts from there."""
         copy_pieces = self.shapes.pieces(copies, rank)
-        rows_moved = self.shapes.tokens_later(copies, rank)
+        rows_later = self.shapes.tokens_later(copies, rank)
         # Samples have moved to this rank: so many rows after where the index says, from row 0.
-        if rows_moved is not None:
-            return rows_moved
+        if rows_later is not None:
+            return rows_later
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1
         # The index then counts all tokens of the slot, from its row 0.
@@ -534,7 +542,7 @@ class CallSizes:
             destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
             number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
             position = find(token_pieces, number)
-        else:
+        else:  # one piece of tokens for each origin
             position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
         return self.offsets(tokens, rank)[:-1][position]
 

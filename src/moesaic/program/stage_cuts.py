@@ -74,7 +74,8 @@ def _best_cut(
         if stages == 1:
             return cost(start, num_blocks), (num_blocks,)
         cuts = []
-        for end in range(start + 1, num_blocks - stages + 2):  # leaves a block to each other stage
+        last_end = num_blocks - (stages - 1)  # leaves a block to each other stage
+        for end in range(start + 1, last_end + 1):
             later_cost, later_ends = best_from(end, stages - 1)
             cuts.append((max(cost(start, end), later_cost), (end, *later_ends)))
         return min(cuts)

@@ -263,6 +263,7 @@ class Program:
         """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the
         baseline."""
         inputs = [self.slot(name) for name in self.inputs]
+        # Ranks have the same index, and each is an origin of its own.
         return any(
             slot.kind is Kind.INDEX
             and slot.on("tp") is State.IDENTICAL

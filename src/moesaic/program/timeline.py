@@ -188,6 +188,7 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
 
     chrome://tracing and ui.perfetto.dev open such files.
     """
+    # The format's phase "M" stands for metadata, "X" for an event with a duration.
     events: list[dict[str, Any]] = [_label("process_name", 0, timeline.program)]
     for row, lane in enumerate(LANES):
         if timeline.on(lane):

@@ -128,7 +128,7 @@ def _check_layouts(program: Program, task: Task, where: str) -> None:
     state."""
     source = program.slot(task.reads[0])
     target = program.slot(task.writes[0])
-    if source.layout == target.layout:
+    if source.layout == target.layout:  # the same rows: none may be added or left out
         word = collective(program, task.name)
         if {"gather", "slice", "reduce_scatter"}.intersection(word.split("+")):
             raise ProgramError(
@@ -163,7 +163,7 @@ def _cycle(program: Program, start: Task) -> tuple[str, ...]:
         path = paths.pop()
         for name in path[-1].reads:
             writer = writers.get(name)
-            if writer is start:
+            if writer is start:  # the path goes from readers to writers
                 return tuple(task.name for task in reversed(path))
             if writer is not None and writer.name not in visited:
                 visited.add(writer.name)

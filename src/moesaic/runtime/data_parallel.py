@@ -246,7 +246,7 @@ class Replicas:
     @torch.no_grad()
     def _begin(self, _: Tensor) -> None:
         """Expect the end of a backward pass."""
-        if self._is_expected:
+        if self._is_expected:  # it has begun at another output
             return
         self._is_expected = True
         grid = self._mesh.grid
@@ -303,7 +303,7 @@ class DataRanks:
             self._groups = () if group is None else (group,)
             self._is_fixed = True
         elif not self._is_fixed:
-            for parameter in parameters:
+            for parameter in parameters:  # the first that is sharded tells
                 if not is_dtensor(parameter):
                     continue
                 if any(placement.is_shard() for placement in parameter.placements):

@@ -230,7 +230,7 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         order = sort_by_expert(
             token, local_expert, counts, num_tokens=len(received.x), rows_per_token=None
         )
-        gates = received.weight[token, choice][order.order]
+        gates = received.weight[token, choice][order.order]  # sorted by expert, as rows are
         rows = permute(received.x, order)
         out = experts.compute(ExpertCall(sharded, common, rows=rows, gates=gates, ends=order.ends))
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)

@@ -388,6 +388,7 @@ class RunProgram(torch.autograd.Function):
         kept_values = by_name(ctx.saved_tensors, ctx.layout)
         # unless the graph is retained, nothing else references them
         ctx.maybe_clear_saved_tensors()
+        # None for `run`, `has_grad` and `num_sharded`
         return None, None, None, *run_backward(run, kept_values, dy)
 
 

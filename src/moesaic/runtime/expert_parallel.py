@@ -362,7 +362,7 @@ class ExpertParallel:
         """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else
         all; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
-        if self.auto is not None and replay is None:
+        if self.auto is not None and replay is None:  # choose the plan of the call
             self.auto(len(x_TD), top_k, dtype)
         # A recomputation runs as its first pass did.
         earlier = None if replay is None else replay.gathered
@@ -445,7 +445,7 @@ class ExpertParallel:
                 gradient.
         """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
-        if self.auto is not None:
+        if self.auto is not None:  # choose the plan of the call
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
         self._enter(
             {
@@ -489,7 +489,7 @@ class ExpertParallel:
         """
         if dtype is None:
             dtype = x_TD.dtype
-        if self._deepep is not None:
+        if self._deepep is not None:  # its kernels run the call, not a program
             self.check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
             return run_by_deepep(self._deepep, experts, x_TD, by_slot).to(dtype)
@@ -518,6 +518,7 @@ class ExpertParallel:
         by_expert = self.peers.order(routing.expert)
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
+            # the counts have a row for each of the ranks that route
             num_sent = int(routed.record.gathered.sent_on_host[self.peers.place].sum())
             by_expert = by_expert[:num_sent]
         token = routing.token.index_select(0, by_expert)
@@ -599,7 +600,7 @@ class ExpertParallel:
             chosen = inputs.choose(counted)
         else:
             chosen = self.calls.choose(inputs.record, counted)
-        node_tokens = None
+        node_tokens = None  # also of a call in slices, each of which finds its own
         if inputs.node_tokens is not None and not chosen.run_slices:
             node_tokens = self._with_all_counts(inputs.node_tokens)
 
@@ -710,7 +711,7 @@ class ExpertParallel:
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
         """Draw the router's noise for all tokens of the tensor-parallel group, the same on each
         rank. Without noise, no seed is sent."""
-        draws_noise = router.draw(0, x_TD.device) is not None
+        draws_noise = router.draw(0, x_TD.device) is not None  # asked for no tokens
         if self.grid.tp == 1 or not draws_noise:
             return router.draw(len(x_TD), x_TD.device)
         own_seed = torch.randint(2**62, (1,)).to(x_TD.device)
@@ -737,6 +738,7 @@ class ExpertParallel:
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
+            # raises if ranks differ; if they do not, all have changed since the forward pass
             self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
                 "the layer's plan, or the dtype of the call, was changed between a forward pass "
@@ -856,6 +858,7 @@ def even_counts(
 
 def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return how much of its tensor-parallel group's rows each rank takes."""
+    # where the share ends, less where it begins
     return counts * (place + 1) // size - counts * place // size
 
 

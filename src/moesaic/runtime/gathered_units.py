@@ -32,11 +32,11 @@ class GatheredUnits:
         that stay gathered anyway."""
         staying = []
         for group, mesh_info in _groups_in_forward():
-            is_held = any(group is held for held, _ in self._freed)
+            is_held = any(group is held for held, _ in self._freed)  # since an earlier change
             if mesh_info is not None:
                 self._freed.append((group, mesh_info))
                 group.post_forward_mesh_info = None  # FSDP2 then keeps its parameters
-            elif not is_held:
+            elif not is_held:  # it keeps its parameters whole anyway
                 staying.append(group)
         return staying
 

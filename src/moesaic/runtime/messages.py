@@ -74,14 +74,15 @@ def _pending_move(
         source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
     )
     # `reduce` follows from states, which also mark sums over an axis of one rank, where nothing is
-    # summed. If the slot's rows arrive in its order, or as many token rows as the slot has, each
-    # arrives exactly once.
+    # summed. If the slot's rows arrive in its order, each arrives exactly once.
     sums = move.reduce and not incoming.is_whole
+    # So does each if as many rows of tokens or copies arrive as the slot has.
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     place_rows = partial(_place_rows, move, incoming, call, sums)
     if target.layout.flow != "weights":
         return PendingMove(value, outgoing, incoming, sums, finish=place_rows)
+    # Weights arrive as rows, which are unpacked into parameters.
     weights = environment[source.name]
     num_experts = sizes.num_held(target.layout, rank)
     no_weights: Weights | None = None  # weights of no expert, with the shapes of the others
@@ -212,6 +213,7 @@ def _single_move(
             parts[rank] = own_rows
         else:
             parts[rank].copy_(own_rows)
+    # rows that are summed are given peer by peer, others as one part
     arrived = list(parts.values()) if pending.sums and parts else [joined]
     return _to_others(sends, rank), receives, partial(pending.finish, arrived)
 
@@ -235,10 +237,10 @@ def _as_rows(
     if slot.kind is Kind.INDEX:
         assert isinstance(value, Tensor)
         return value.int()  # `INDEX_BYTES` per number
-    if slot.kind is not Kind.WEIGHT:
+    if slot.kind is not Kind.WEIGHT:  # rows as they are
         assert not isinstance(value, tuple)
         return value
-    if slot.layout.flow == "bias":
+    if slot.layout.flow == "bias":  # one tensor, a row per expert
         return value[0] if isinstance(value, tuple) else rows(value)
     if travels:
         assert isinstance(value, tuple)
@@ -291,6 +293,7 @@ class Bundle:
         widest_width = self._widths[self._widest]
         widest = values[self._widest]
         self._unit = widest.dtype if widest.element_size() == unit_bytes else _UNITS[unit_bytes]
+        """The dtype of a unit."""
         self._device = widest.device
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
         self._peers = sorted({peer for split in splits for peer in split.peers})
@@ -308,6 +311,7 @@ class Bundle:
             self._sections += [offset - message_start, padding]
             offset += padding
         self._size = offset
+        """The units of all messages, with padding."""
 
     def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocate memory for all messages; return it with each peer's part of it."""
@@ -326,6 +330,7 @@ class Bundle:
             for number, value in enumerate(values):
                 self._write_on_gpu(memory, number, value)
             return
+        # First the widest rows, since that writes everywhere; then each other movement's.
         self._write_widest(memory, values[self._widest])
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
@@ -379,22 +384,23 @@ class Bundle:
         """
         split = self.splits[number]
         width = self._widths[number]
-        if memory.device.type != "cpu":
+        if memory.device.type != "cpu":  # joined peer by peer; `in_place`, an index into these rows
             messages = self._messages(memory, number) or [memory[:0]]
             joined = _viewed(torch.cat(messages).view(-1, width), dtype)
             if not in_place or split.is_whole:
                 return joined
             index = self._indices.inverse(split.runs, memory.device)
             return IndexedRows(joined, index, runs=split.runs)
-        offsets = self._row_offsets(number)
-        if in_place and not split.is_whole:
+        offsets = self._row_offsets(number)  # of the rows, peer by peer
+        if in_place and not split.is_whole:  # in the order of the slot's rows instead
             offsets_by_row = np.empty_like(offsets)
             offsets_by_row[split.runs.rows] = offsets
             offsets = offsets_by_row
-        if number == self._widest:
+        if number == self._widest:  # an index into memory, as rows of this width
             rows_of_memory = _viewed(memory.view(-1, width), dtype)
             index = torch.from_numpy(offsets // width)
             return IndexedRows(rows_of_memory, index, runs=split.runs)
+        # other rows may start anywhere in memory: copy them unit by unit
         units = memory.index_select(0, self._unit_offsets(number, offsets))
         return _viewed(units.view(-1, width), dtype)
 

@@ -77,7 +77,7 @@ class _PausingCall:
         """Run the program to its next pause, unless it has ended."""
         if self.steps is not None:
             self.result = drive(self.steps, self.run.transport)
-            if self.result:
+            if self.result:  # {} at a pause
                 self.steps = None
 
     def end(self) -> Environment:

@@ -75,7 +75,7 @@ class RoutingCache:
     def read(self, layer: RoutingCached) -> RoutingRecord | None:
         """Return the layer's next record from the innermost routing cache that is replaying; None
         in a first pass."""
-        if self._position is None:
+        if self._position is None:  # a first pass here, maybe a replay of the checkpoint around it
             self._before[layer] = generators()
             outer = self._outer.get(layer)
             return None if outer is None else outer.read(layer)
@@ -84,7 +84,7 @@ class RoutingCache:
         record, before, after = self._records[layer][position]
         present = generators()
         are_restored = all(torch.equal(one, other) for one, other in zip(before, present))
-        if are_restored:
+        if are_restored:  # advance them as the first pass did
             set_generators(after)
         return record
 

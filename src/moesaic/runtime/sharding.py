@@ -176,7 +176,7 @@ def fingerprint(tensor: Tensor) -> str:
     detected.
     """
     data = as_bytes(tensor.detach().contiguous())
-    num_missing = -len(data) % 8
+    num_missing = -len(data) % 8  # to whole words of 8 bytes
     if num_missing:
         data = F.pad(data, (0, num_missing))
     words = data.view(torch.int64)
@@ -265,7 +265,7 @@ def _shard_parameter(
         placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
         value = DTensor.from_local(value, device_mesh, placements, run_check=False)
     part = nn.Parameter(value, requires_grad=whole.requires_grad)
-    if device_mesh is None and _swap(whole, part):
+    if device_mesh is None and _swap(whole, part):  # the experts' parameter itself is now the part
         return
     # Noted, so that an optimizer which still holds the whole parameter is found.
     setattr(experts, name, part)

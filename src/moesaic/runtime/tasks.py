@@ -326,7 +326,7 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
         if indexed.is_full is None:
             return gathered
         return gathered.in_order().masked_fill(~indexed.is_full, 0)  # 0 * nan is nan
-    if task.op is Op.SCALE:
+    if task.op is Op.SCALE:  # by a power of the group's size; power 0 changes nothing
         size = len(call.sizes.grid.group(call.rank, task.group))
         return reads[0] * float(size) ** task.power if task.power else reads[0]
     assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
@@ -556,7 +556,7 @@ class Indexed:
         accumulate = accumulate_dtype(source.dtype)
         is_on_cpu = source.device.type == "cpu"
         is_empty = not self.num_tokens or not len(self.places)
-        if is_empty or (is_on_cpu and source.dtype != accumulate):
+        if is_empty or (is_on_cpu and source.dtype != accumulate):  # or 16-bit rows
             shape = (self.num_tokens, source.shape[1])
             out = torch.zeros(shape, dtype=accumulate, device=source.device)
             return out.index_add_(0, self.places, rows(values).to(accumulate)).to(source.dtype)

@@ -157,7 +157,7 @@ class TorchState:
         for name, value in self.flags.items():
             setattr(_python_dispatch, name, value)
         torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
-        _take_hooks()
+        _take_hooks()  # those that are set now
         _put_hooks(self.hooks)
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)

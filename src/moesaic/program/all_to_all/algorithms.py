@@ -43,6 +43,7 @@ class Pipelined(AbstractAllToAll):
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         is_inside = node_map.node(source) == node_map.node(target)
+        # hop 0 is between nodes, hop 1 inside
         return legs_of((1 if is_inside else 0, source, target))
 
 
@@ -60,6 +61,7 @@ class Hier1D(AbstractAllToAll):
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         if node_map.node(source) == node_map.node(target):
             return legs_of((0, source, target))
+        # the first rank of the group on each node
         leader = node_map.rank(node_map.node(source), 0)
         target_leader = node_map.rank(node_map.node(target), 0)
         return legs_of((0, source, leader), (1, leader, target_leader), (2, target_leader, target))

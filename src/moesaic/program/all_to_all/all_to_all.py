@@ -218,7 +218,7 @@ def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
     hops = link.hops(node_map)
     for source, target in permutations(node_map.ranks, 2):
         rank = source  # where the packet is
-        last_hop = PACKED
+        last_hop = PACKED  # in which it came there
         path = f"{where}the path from rank {source} to {target}"
         legs = link.path(node_map, source, target)
         if not isinstance(legs, tuple) or not all(isinstance(leg, Leg) for leg in legs):

@@ -32,8 +32,10 @@ def baseline(bias: bool = False) -> Program:
     tokens = Layout(flow="tokens")
     copies = Layout()
     x, gates, index = declare(build, tokens, copies, {"tp": State.IDENTICAL})
+    # Each rank of the tensor-parallel group takes the same tokens for its own.
     x_own = build.vary(x, "x_own", "tp")
     gates_own = build.vary(gates, "gates_own", "tp")
+    # All-gather over etp: every shard gets what any rank of its group has.
     shards: States = {"etp": State.REPLICATED}
     wide_tokens = Layout(flow="tokens", spread=("etp",))
     wide = Layout(spread=("etp",))
@@ -47,6 +49,7 @@ def baseline(bias: bool = False) -> Program:
         index, "index_wide", wide, group=("etp",), states=shards, stage=Stage.DISPATCH
     )
     rows = build.permute(x_wide, index_wide, "rows", wide)
+    # All-to-all over ep, the experts, and an all-reduce of the shards' results.
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
     rows_there = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
     gates_there = build.move(
@@ -61,6 +64,7 @@ def baseline(bias: bool = False) -> Program:
         states={"etp": State.IDENTICAL},
         stage=Stage.COMBINE,
     )
+    # All-to-all back, and the rank's own part of what its etp group has.
     back = build.move(summed, "back", wide, group=("ep",), states={}, stage=Stage.COMBINE)
     own = build.move(
         back, "own", copies, group=("etp",), states={"etp": State.SHARDED}, stage=Stage.COMBINE
@@ -83,6 +87,7 @@ def ted(bias: bool = False) -> Program:
     copies = Layout(whole_tp=True)
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
+    # All-to-all over ep. The shards have identical rows then, which they use differently.
     at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
     arrived = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
     gates_arrived = build.move(
@@ -191,6 +196,7 @@ def s3(bias: bool = False) -> Program:
     gates_mine = build.move(
         gates, "gates_mine", share, group=("tp",), states=slices, stage=Stage.DISPATCH
     )
+    # All-to-all over ep, then an all-gather over etp: each shard had the rows of some origins only.
     at_ep_ranks = Layout(spread=("ep",), experts="rank")
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
     arrived = build.move(
@@ -206,6 +212,7 @@ def s3(bias: bool = False) -> Program:
         gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
     )
     out = build.expert(rows_there, gates_there, "out")
+    # The same back: a reduce-scatter over etp, then an all-to-all over ep.
     reduced = build.move(
         out,
         "reduced",

@@ -99,7 +99,7 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
             return None
         if isinstance(chunk, str):  # replicated copies, whose chunks have names
             return 0 if is_backward else last_number + 1
-        return chunk + 1 if is_backward else chunk
+        return chunk + 1 if is_backward else chunk  # backward, 0 is taken
 
     return number
 
@@ -131,6 +131,6 @@ def early(program: Program) -> Program:
             is_first_movement = task.lane is Lane.INTER
             return True, 0 if is_first_movement or chunk is None else chunk
         is_computed = task.op not in (Op.MOVE, Op.HOP)
-        return is_computed, -1 if chunk is None else chunk
+        return is_computed, -1 if chunk is None else chunk  # -1: before all chunks
 
     return replace(program, tasks=in_order(program, rank))

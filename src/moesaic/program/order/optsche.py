@@ -86,8 +86,9 @@ def _phases(program: Program) -> dict[str, _Phase]:
             phase = max(phase, phases[number])
         is_crossing = task.lane is Lane.INTER
         follows_dispatch = bool(crossings_before) and not is_crossing
-        if Stage.COMBINE in crossings_before:
+        if Stage.COMBINE in crossings_before:  # a result has crossed
             phase = _Phase.LAST
+        # the experts and the results' way to their crossing, or what follows the dispatch's one
         elif task.stage in (Stage.EXPERT, Stage.COMBINE) or follows_dispatch:
             phase = max(phase, _Phase.MIDDLE)
         phases.append(phase)
@@ -133,8 +134,8 @@ def _parts(program: Program) -> dict[str, int]:
         if len(parts) == 1:
             (only_part,) = parts
             positions[task.name] = position_of[only_part]
-        elif task.stage in (Stage.ROUTE, Stage.DISPATCH):
+        elif task.stage in (Stage.ROUTE, Stage.DISPATCH):  # before all parts
             positions[task.name] = -1
-        else:
+        else:  # after all parts
             positions[task.name] = len(all_parts)
     return positions

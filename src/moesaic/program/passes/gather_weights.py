@@ -162,7 +162,7 @@ def _fetch(
         if task.op is Op.EXPERT:
             reads = tuple("w_full" if name == "w" else name for name in task.reads)
             task = replace(task, reads=reads)
-        elif task.writes == ("b_shards",) and gathers_experts:
+        elif task.writes == ("b_shards",) and gathers_experts:  # brings all experts' bias too
             task = replace(task, group=("ep", "etp"), lane=lane)
         tasks.append(task)
     name = f"{program.name}, {suffix}"

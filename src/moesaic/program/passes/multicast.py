@@ -105,11 +105,12 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> _Arrived
     if has_node_tokens:
         token_index = build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
+    # What origins send: tokens, once for each destination of their flow.
     rows = build.permute(tokens, token_index, name=flow, layout=Layout(flow=flow), states={})
     gates = _gates(build, slices)
 
     mate_index = ""
-    if _has_mates(grid):
+    if _has_mates(grid):  # to the mates, which make rank_tokens of node_tokens
         rows = _to_mate(build, rows, flow)
         if has_node_tokens:
             mate_index = _to_mate(build, rank_token_index, "rank_token_index")
@@ -147,7 +148,7 @@ def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
     """Return the sums of rank_tokens to their origins. With an index, mates first sum them to
     node_tokens."""
     summed_shards: States = {"etp": State.SHARDED}
-    if not _has_mates(grid):
+    if not _has_mates(grid):  # straight to the origins
         return build.move(
             sums,
             "z",
@@ -156,6 +157,7 @@ def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
             states=summed_shards,
             stage=Stage.COMBINE,
         )
+    # Inside the node to the mates, then between nodes.
     at_mate = build.move(
         sums,
         "z_rank_tokens",
@@ -235,6 +237,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
     for second in program.tasks:
         if not _moves_rows(second, kinds):
             continue
+        # A pair: a task between makes what the second movement sends of what the first brings.
         between = writer.get(second.reads[0])
         first = writer.get(between.reads[0]) if between is not None else None
         if between is None or first is None or not _moves_rows(first, kinds):
@@ -249,7 +252,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         reads = (*first.writes, arriving.name)
         wait_for_both = replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))
         replacements[first.name].append(at_once)
-        replacements[between.name] = []
+        replacements[between.name] = []  # left to the kernel
         replacements[second.name] = [wait_for_both]
     tasks = list[Task]()
     for task in program.tasks:

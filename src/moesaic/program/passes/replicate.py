@@ -57,9 +57,9 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
     parts.append(StretchPart(SUFFIX, _replicated))
     cut = split_stretch(program, to_experts_and_back(program), parts)
     relayed = grid is not None and relays(grid)
-    cut = _with_weights(cut, "w", "w", State.SHARDED, relayed=relayed)
+    cut = _with_weights(cut, source="w", name="w", on_etp=State.SHARDED, relayed=relayed)
     if any(slot.name == "b_shards" for slot in cut.slots):
-        cut = _with_weights(cut, "b_shards", "b", State.REPLICATED)
+        cut = _with_weights(cut, source="b_shards", name="b", on_etp=State.REPLICATED)
     return replace(cut, name=f"{program.name}, {num_chunks} chunks, replication")
 
 
