@@ -128,7 +128,7 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
-    if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
+    if world * world <= 8 * len(pairs):  # a table of all pairs is faster than sorting these
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
         summed = table[distinct]
