@@ -67,7 +67,7 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
 
     # rows of an expert for each token of this rank: the mean, or on a mesh the most
     rows_per_token = layer.top_k / layer.num_experts
-    if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
+    if layer.on_mesh is not None:  # the tokens of all ranks may go to each expert of one rank
         rows_per_token = layer.on_mesh.grid.world
     tasks += expert_calls.tasks(math.ceil(max_tokens * rows_per_token))
 

@@ -3,8 +3,8 @@ sums that the losses read.
 
 The logits are the only (T, E) matrix that is saved for backward, which computes the scores again.
 Both passes are custom ops with fake implementations: `torch.compile` and export see one node each.
-GPUs run two Triton kernels forward and one backward, other devices the torch functions of this
-file. Nothing waits for a device, and every sum has a fixed order.
+GPUs run two or three Triton kernels forward and one backward, other devices the torch functions of
+this file. Nothing waits for a device, and every sum has a fixed order.
 
 T tokens choose K of E experts each, which makes N = T K copies. Gates are the scores of all
 experts, (T, E); a chosen one, perhaps normalized and scaled, is the routing weight of a copy. The

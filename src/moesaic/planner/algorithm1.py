@@ -43,7 +43,7 @@ class Operations:
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m. E C are
+    """Return "s1" or "s2" by the closed forms: y = s E C M, with every all-to-all at y / m. E C are
     the copies that a data-parallel group sends, and M is the width of a token.
 
     Args:

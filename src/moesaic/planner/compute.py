@@ -212,10 +212,10 @@ def frozen_seconds(
     """Return the seconds that frozen experts take in a pass besides their products, in the shape of
     `rows`.
 
-    Weights of fewer bits are read and written once in 16 bits. Adapters take their traffic, which
-    exceeds their operations: rows are read, and the result of the second factor is written, read
-    and added (`moesaic.experts.frozen.Product`); backward reads rows and gradients again for the
-    gradients of both factors.
+    Weights of fewer bits are read, and written once in the dtype of activations. Adapters take
+    their traffic, which exceeds their operations: rows are read, and the result of the second
+    factor is written, read and added (`moesaic.experts.frozen.Product`); backward reads rows and
+    gradients again for the gradients of both factors.
 
     Args:
         rows: rows of each expert.

@@ -1372,9 +1372,9 @@ def _all_to_all(
         ranks_inside = min(group, per_node)  # ranks of a group on each of them
         message_bytes = np.where(
             target // per_node != source // per_node,
-            # each rank sends its part of a node's tokens to the rank in the same place
+            # a rank's part of what goes to a node, spread evenly over the node's ranks
             node_tokens_per_node(layer, nodes, chunks=1) / ranks_inside * row_bytes,
-            # which passes on to a rank of its node the tokens for it that came from all nodes
+            # inside a node, ranks pass on the tokens that came from all nodes
             node_tokens_per_node(layer, grid.ep, chunks=1) * nodes * row_bytes,
         )
     apart = source != target

@@ -151,8 +151,8 @@ def _whole_states(cost_model: StepCostModel) -> Memory:
     if model.sharded == "gradients":
         # Sharded gradients of one block are whole while they are reduced.
         with_gradients = cost_model.held_parameters + sum(cost_model.block_parameters)
-    # products read weights in the dtype of activations, or two narrow copies; the optimizer has the
-    # masters and two moments
+    # weights in the dtype of activations, and two narrow copies of those that narrow products read;
+    # the optimizer has the masters and two moments
     weights = whole_parameters * model.layer.element_bytes
     narrow_weights = 2 * model.narrow_bytes * _multiplied_parameters(cost_model)
     tables = model.moe_layers * model.table_bytes

@@ -363,7 +363,8 @@ class AbstractLayoutIndex(ABC):
 
     def node_experts(self, rank: int) -> range:
         """Return the experts of which a shard is stored on a rank's node, within the rank's replica
-        of the experts. They are consecutive, as the node's ranks are."""
+        of the experts. They are consecutive if all shards of an expert are on one node, as
+        multicast requires; otherwise the range may have other experts too."""
         grid = self.grid
         local = [
             self.local_experts(peer)

@@ -221,7 +221,7 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
         loss = run.over_steps("loss")
         validation = run.over_steps("val_loss")
         all_losses += [*loss.values, *validation.values]
-        if len(validation) > 2:  # the first of one or two may be the last, too
+        if len(validation) > 2:
             first_validations.append(validation.values[0])
         name = f"{run.name}, training"
         chart.add_trace(

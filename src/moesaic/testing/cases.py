@@ -374,7 +374,8 @@ def _with_budget(rng: random.Random, case: Case) -> Case:
 def _with_moves(rng: random.Random, case: Case) -> Case:
     """Let the plan's policy decide in some of the cases that replicate, and move experts in some of
     those with ep above 1."""
-    # the share of cases that the plan's policy decides; most policies cannot be replaced by chance
+    # the share of cases that the plan's policy decides; only "shadow" and "arbiter" have a random
+    # one in its place (see `Case.policy`)
     share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
     by_policy = rng.random() < share
     can_move = case.grid.ep > 1

@@ -79,8 +79,8 @@ def read_documents(path: Path, field: str) -> list[bytes]:
 
 
 def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
-    """Yield the texts of JSON lines, or of the rows of a JSON list; rows, unlike lines, may be
-    without one."""
+    """Yield the texts of JSON lines, or of the rows of a JSON list. A row, unlike a line, may have
+    null in place of a text."""
     start = data.lstrip(b"\xef\xbb\xbf \t\r\n")  # without a byte order mark and white space
     is_list = suffix_of(path) != LINES and start.startswith(b"[")
     number = 1

@@ -203,7 +203,7 @@ class Builder:
         fields of `Task` and `Slot`."""
         self._slot(name, kind, layout, states)
         lane = Lane.COMPUTE
-        if op is Op.MOVE:  # groups over other axes than these lie inside nodes
+        if op is Op.MOVE:  # groups over other axes than these count as inside nodes
             lane = Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
         self._tasks.append(
             Task(

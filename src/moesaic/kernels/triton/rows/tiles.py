@@ -104,7 +104,6 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     stage_bytes = (tile.rows + columns) * tile.depth * shape.itemsize
     result_bytes = 0
     if tile.programs:
-        # the epilogue stores half of the result at a time
         result_bytes = tile.rows * tile.columns * shape.itemsize // 2
     return tile.stages * stage_bytes + result_bytes + RESERVED_BYTES
 
