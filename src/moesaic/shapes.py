@@ -210,7 +210,9 @@ class ModelShape:
         # every second block attends twice
         attentions_per_block = 1.5 if self.block.kind == "encoder_decoder" else 1.0
         attention_parameters = attentions_per_block * 2 * self.dim * width
-        if attention_parameters == 4 * self.dim * self.dim:  # the default: 4 square matrices
+        # the default: 4 square matrices, with heads that are together as wide as a token
+        is_square = attention_parameters == 4 * self.dim * self.dim
+        if is_square and self.num_heads * self.head_dim == self.dim:
             return {}
         step_fields: dict[str, float] = {"attention_parameters": attention_parameters}
         if self.block.head_dim is not None:
@@ -246,7 +248,9 @@ class ModelShape:
                 projected += queries
         if block.positions == "rotary":  # the rotated ones
             projected += queries + keys
-        elif is_split or block.qk_norm:  # the queries that attention reads
+        elif block.qk_norm:  # what the norms return
+            projected += queries + keys
+        elif is_split:  # the queries that attention reads
             projected += queries
 
         results = 2 * queries if on_cpu else queries

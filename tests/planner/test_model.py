@@ -176,3 +176,25 @@ def test_an_output_of_its_own_is_one_more_matrix() -> None:
         untied.parameters(CLUSTER)[0] - tied.parameters(CLUSTER)[0]
         == untied.data.vocab_size * untied.model.dim
     )
+
+
+def test_heads_wider_than_a_token_have_their_scores() -> None:
+    """Six heads of 16, of which two have keys, have as many parameters as four square matrices."""
+    shape = ModelShape(dim=64, num_heads=6, block=BlockConfig(head_dim=16, kv_heads=2))
+    assert shape.around["attention_parameters"] == 4 * 64 * 64
+    assert shape.around["score_operations"] == 2 * shape.seq_len * 6 * 16
+    assert ModelShape(dim=64, num_heads=4).around == {}
+
+
+def test_what_norms_of_queries_and_keys_return_is_kept_without_rotations_too() -> None:
+    shapes = {
+        positions: ModelShape(
+            dim=64,
+            num_heads=4,
+            conv_width=1,
+            block=BlockConfig(qk_norm=True, positions=positions),  # type: ignore[arg-type]
+        )
+        for positions in ("learned", "rotary")
+    }
+    kept = {name: shape.kept_values(on_cpu=True) for name, shape in shapes.items()}
+    assert kept["learned"] == kept["rotary"]

@@ -95,6 +95,19 @@ Path({str(tmp_path / "saved")!r}).write_text(received[0])
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
+def test_rank_0_waits_no_longer_for_a_rank_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_is_of_rank_0", lambda: True)
+    store = launch.dist.HashStore()
+    other = Roll(store, 1, 2)
+    other.sign()
+    other.fail()
+    waits: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waits.append)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: float(len(waits)))
+    Roll(store, 0, 2).outlast()
+    assert len(waits) <= 1
+
+
 def test_a_rank_that_is_stopped_is_named_instead_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the start, Gloo's own timeout may come before the watch has looked at the processes."""
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -470,7 +470,7 @@ class Roll:
     def fail(self) -> int:
         """Note that this rank fails, and asks the store no more; return how many have failed."""
         number = self.store.add("roll/failures", 1)  # the counter's new value
-        self.store.set(f"roll/left/{self.rank}", "")
+        self.store.set(f"roll/left/{self.rank}", "1")  # an empty entry reads as none
         return number
 
     def outlast(self) -> None:

@@ -165,8 +165,8 @@ def _shards(
         shard = expert % settings.granularity
         at = list(full_region(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
-        index = (expert, *part.index[1:])  # a part's first dimension counts experts
-        yield StoredBlock(stored, at=tuple(at), tensor=part.tensor, index=index)
+        # a part's first dimension counts experts
+        yield StoredBlock(stored, at=tuple(at), tensor=part.tensor, index=(expert, *part.index[1:]))
 
 
 def _sparse_config(config: Any, settings: Upcycling) -> Any:
