@@ -246,9 +246,7 @@ class ModelShape:
             projected += (queries + keys) * (per_norm - 1)
             if is_split:  # the input of the queries' norm
                 projected += queries
-        if block.positions == "rotary":  # the rotated ones
-            projected += queries + keys
-        elif block.qk_norm:  # what the norms return
+        if block.positions == "rotary" or block.qk_norm:  # rotated, or as the norms return them
             projected += queries + keys
         elif is_split:  # the queries that attention reads
             projected += queries

@@ -87,13 +87,11 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         runs[system.name]()
         sent[system.name] = system.step.messages()
 
-    # a trial chooses our best plan
     ours = [system.name for system in systems if system.kind == "ours" and system.is_lossless]
     gc.collect()
     gc.disable()  # all ranks would wait for a garbage collection on one of them
     barrier = start_together(latest)
-    tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
-    trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
+    trial = _tried({name: runs[name] for name in ours}, case.trials, barrier)
     best = min(ours, key=lambda name: trial[name])
 
     # of our lossless plans, time the first one and the best one
@@ -132,6 +130,14 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     return TrainFound(
         systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items
     )
+
+
+def _tried(
+    runs: Mapping[str, Callable[[], object]], trials: int, barrier: Callable[[], object]
+) -> dict[str, float]:
+    """Return the median seconds of each run over some trials, by name."""
+    spans = in_turn(runs, trials, barrier=barrier)
+    return {name: statistics.median(seconds) for name, seconds in gathered(spans).items()}
 
 
 def near_ones(

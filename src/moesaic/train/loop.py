@@ -191,16 +191,11 @@ class Trainer:
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
+        """The checkpoint that is being written, if any."""
         self._saving_group: str | bool = run.config.save.background
         """Whether checkpoints are written in the background; with several ranks, the name of the
         process group for it once there is one."""
-        self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
-        """What `_rank_times` read at its last call: seconds of training, of compute, and of waits
-        for each rank."""
-        self._skipped_in_row = 0
-        """How many of the last steps were skipped, one after the other."""
-        self._collapsed: set[str] = set()
-        """Names of the layers whose collapsed routers were reported."""
+        self._begin_counts(run)
         self._metrics: Metrics | None = None
         """None on all ranks but the first."""
         self._say: Callable[[str], None] = partial(
@@ -219,6 +214,16 @@ class Trainer:
             # a run in float64 moves experts as one in float32 does
             element_bytes=min(run.dtype.itemsize, 4),
         )
+
+    def _begin_counts(self, run: RunState) -> None:
+        """Begin what is counted from step to step."""
+        self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
+        """What `_rank_times` read at its last call: seconds of training, of compute, and of waits
+        for each rank."""
+        self._skipped_in_row = 0
+        """How many of the last steps were skipped, one after the other."""
+        self._collapsed: set[str] = set()
+        """Names of the layers whose collapsed routers were reported."""
 
     def run(self) -> TrainResult:
         """Train until the last step or a signal, under a watch over the ranks. Return how the run
