@@ -79,13 +79,12 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     systems = list(make_systems(config, case, open_transport(name="sockets")))
     errors = _agreement(config, case, systems)
     runs: dict[str, Callable[[], object]] = {}
+    sent = {}
     for system in systems:
         step = system.step
         runs[system.name] = step.train if case.mode == "training" else step.infer
-    sent = {}
-    for system in systems:
         runs[system.name]()
-        sent[system.name] = system.step.messages()
+        sent[system.name] = step.messages()
 
     ours = [system.name for system in systems if system.kind == "ours" and system.is_lossless]
     gc.collect()

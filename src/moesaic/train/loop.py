@@ -165,8 +165,7 @@ class Trainer:
         cores, so that a rate measured on one of them is nobody's."""
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
-        self.meter = LoadMeter()
-        """Adds up the load of this rank's MoE layers between lines of metrics."""
+        self.meter = LoadMeter()  # of this rank's MoE layers, between lines of metrics
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
         """Records or replays routing, if the run is configured to."""
@@ -191,7 +190,6 @@ class Trainer:
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
-        """The checkpoint that is being written, if any."""
         self._saving_group: str | bool = run.config.save.background
         """Whether checkpoints are written in the background; with several ranks, the name of the
         process group for it once there is one."""

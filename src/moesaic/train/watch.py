@@ -464,9 +464,7 @@ def _group_in_words(group: Sequence[Position]) -> str:
         peer: num_bytes for peer, num_bytes in missing_bytes.items() if int(peer) not in ranks
     }
     reported = from_outside or missing_bytes  # who waits for another group tells more
-    missing = [
-        f"{num_bytes:,} bytes of rank {peer}" for peer, num_bytes in sorted(reported.items())
-    ]
+    missing = [f"{reported[peer]:,} bytes of rank {peer}" for peer in sorted(reported, key=int)]
     verb = "is" if len(group) == 1 else "are"
     words = f"{in_words(ranks)} {verb} {group[0].at}"
     if missing:
