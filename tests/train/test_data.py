@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from moesaic.train import data as data_module
 from moesaic.train.config import DataConfig
 from moesaic.train.data import (
     FEW_FILES,
+    _cut,
     find_files,
     fingerprint,
     load_corpus,
@@ -284,3 +286,24 @@ def test_documents_are_separated(tmp_path):
     )
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21
+
+
+def test_documents_of_one_file_are_separated_as_the_tokenizer_does(tmp_path):
+    """No byte that stands for another tokenizer's separator gets into the text."""
+    texts = [f"the quick brown fox {number}" for number in range(20)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = load_corpus(data(path, tokenizer=write_tokenizer(tmp_path / "tokenizer.json")))
+    ids = [*corpus.train.tolist(), *corpus.val.tolist()]
+    assert ids.count(corpus.tokenizer.separator) == len(texts) - 1
+    assert "\0" not in corpus.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.97, 1.0])
+def test_documents_as_bytes_are_cut_where_their_joined_text_is(share):
+    documents = [b"one", b"", b"three", b"four"]
+    before, after = _cut(documents, share)
+    whole = b"\0".join(documents)
+    cut = int(len(whole) * share)
+    assert b"\0".join(before) == whole[:cut]
+    assert b"\0".join(after) == whole[cut:]

@@ -103,10 +103,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     train_documents = _read(files, config.text_field)
     val_documents = _read(val_files, config.text_field)
     if not val_documents:
-        whole = b"\0".join(train_documents)  # as `ByteTokenizer` separates them
-        cut = int(len(whole) * (1 - config.val_share))
-        train_documents = [whole[:cut]]
-        val_documents = [whole[cut:]]
+        train_documents, val_documents = _cut(train_documents or [b""], 1 - config.val_share)
 
     is_bytes = isinstance(tokenizer, ByteTokenizer)
     description = f"{len(files) + len(val_files)} files"
@@ -343,6 +340,19 @@ def _read(files: list[Path], field: str) -> list[bytes]:
         others = " and all others" if len(files) > 1 else ""
         raise InputError(f"data: {files[0]}{others} is empty: give files with text")
     return documents
+
+
+def _cut(documents: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
+    """Return the documents before and after a share of their bytes, a separator between two of them
+    counted as one byte. The document at the cut is divided."""
+    num_bytes = sum(map(len, documents)) + len(documents) - 1
+    cut = int(num_bytes * share)
+    for number, document in enumerate(documents):
+        if cut <= len(document):
+            before = [*documents[:number], document[:cut]]
+            return before, [document[cut:], *documents[number + 1 :]]
+        cut -= len(document) + 1
+    raise AssertionError("a cut lies in or behind a document")
 
 
 def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
