@@ -35,7 +35,7 @@ SYSTEM = train.MeasuredSystem(
     phases={"forward": [0.5]},
 )
 FOUND = {
-    small.on_rank: SPANS,
+    small.on_rank: (SPANS, SPANS),
     comm.measure: Timed(**TIMED),
     layer.measure: layer.LayerFound(
         **TIMED, best="a", trial={"a": 0.5}, charged={}, switches={"a": SWITCH}
@@ -84,10 +84,11 @@ def test_what_each_benchmark_measures_is_taken_from_the_folder(function, tmp_pat
 
 
 def test_numbers_of_numpy_are_kept_and_without_a_folder_nothing_is(tmp_path: Path) -> None:
-    beds = Beds({"a": [(np.float64(0.1), np.float32(0.5))], "b": [(np.int64(3), 1.0)]})
+    spans = {"a": [(np.float64(0.1), np.float32(0.5))], "b": [(np.int64(3), 1.0)]}
+    beds = Beds((spans, spans))
     kept = KeptRanks(beds, Bed(), tmp_path).run(small.on_rank)  # type: ignore[arg-type]
     assert kept == [beds.found] * 2
-    assert type(kept[0]["b"][0][0]) is int
+    assert type(kept[0][1]["b"][0][0]) is int
     again = KeptRanks(beds, Bed(), None)  # type: ignore[arg-type]
     assert again.run(small.on_rank)[0] is beds.found
     assert len(list(tmp_path.iterdir())) == 1
@@ -98,7 +99,7 @@ def test_jobs_go_on_from_the_first_that_is_not_kept(
 ) -> None:
     class Launched(Beds):
         def __init__(self) -> None:
-            super().__init__(SPANS)
+            super().__init__(FOUND[small.on_rank])
 
         def __enter__(self) -> Launched:
             return self

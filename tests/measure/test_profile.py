@@ -171,7 +171,7 @@ def test_times_that_no_costs_explain_are_told(monkeypatch: pytest.MonkeyPatch) -
     ]
     profile = Profile(cluster=UNKNOWN, errors=fit_layers(UNKNOWN, layers)[1])
     assert profile.troubles == [f"whole layers {profile.median_error:.0%} off, at most 50%"]
-    bent = replace(UNKNOWN, collectives=(Fit(r2=0.5, what="all_gather inside"),))
+    bent = replace(UNKNOWN, collectives=(Fit(r2=0.5, worst=0.5, what="all_gather inside"),))
     assert "all_gather inside" in Profile(cluster=bent, errors=np.zeros(1)).troubles[0]
 
 
