@@ -46,7 +46,15 @@ from moesaic.layer import MoE
 from moesaic.measure.host import BalancedRouter, IdleExperts, balanced_choice
 from moesaic.measure.together import latest, start_together
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.finetune import FinetuneJob, layer_splits, spread_experts, staged_step
+from moesaic.planner.finetune import (
+    IN_FLIGHT,
+    FinetuneJob,
+    layer_splits,
+    spread_experts,
+    spread_in_flight,
+    staged_speedup,
+    staged_step,
+)
 from moesaic.planner.hub import HubShape
 from moesaic.planner.job import DataShape
 from moesaic.planner.simulated_plans import PlannedStep
@@ -74,8 +82,6 @@ from moesaic_lab.virtual import Accelerator, virtual_experts
 COMMITTED = Path(__file__).parent / "configs" / "small.toml"
 OURS = "ours"
 """Our experts spread over all ranks."""
-IN_FLIGHT = ", in flight"
-"""End of the name of a split of ours whose micro-batches' halves are in flight."""
 PIPELINE = "1F1B"
 ONE_BY_ONE = "one by one"
 TRANSFORMERS = ("all-to-all", "all-reduce")
@@ -146,14 +152,14 @@ class SmallPlace(LayerPlace):
             dim=self.dim,
             num_layers=self.layers,
             num_heads=1,
-            seq_len=self.tokens_per_rank,
+            seq_len=self.tokens_per_rank // 2,
             moe=moe,
             attention=around,
             checkpoint_activations=True,
             score_width=1e-9,
         )
         return FinetuneJob(
-            batch_size=self.world,
+            batch_size=2 * self.world,
             accumulation=self.micro_batches,
             precision="float32",
             method="lora",
@@ -267,18 +273,34 @@ def planned_splits(place: SmallPlace) -> dict[str, PlannedStep]:
     return {OURS: spread_experts(job, cluster)} | {
         name: staged_step(job, cluster, split.stages, split.stages * place.micro_batches)
         for name, split in splits.items()
-        if split.stages is not None
+        if split.stages is not None and split.in_flight == 1
     }
+
+
+def predicted_seconds(place: SmallPlace, steps: Mapping[str, PlannedStep]) -> dict[str, float]:
+    """Return the seconds that the planner predicts for each split, and for those with halves in
+    flight; without the gathering of dense weights, which the bed leaves out."""
+    job = place.job
+    cluster = place.planned_on
+    predicted = {}
+    for name, step in steps.items():
+        gathering = step.estimate.parts.get("parameters", 0.0)
+        stages = place.world // step.grid.world
+        if stages == 1:
+            flying = spread_in_flight(job, cluster, step)
+        else:
+            speedup = staged_speedup(job, cluster, stages, stages * place.micro_batches)
+            flying = None if speedup is None else step.seconds / speedup
+        predicted[name] = step.seconds - gathering
+        if flying is not None:
+            predicted[name + IN_FLIGHT] = flying - gathering
+    return predicted
 
 
 def measure(config: SmallConfig, ranks: KeptRanks, place: SmallPlace) -> SmallCell:
     """Plan a cell and time its splits on a running cluster."""
     steps = planned_splits(place)
-    # on the bed no dense weights are gathered
-    predicted = {
-        name: step.seconds - step.estimate.parts.get("parameters", 0.0)
-        for name, step in steps.items()
-    }
+    predicted = predicted_seconds(place, steps)
     picked = min(predicted, key=lambda name: predicted[name])
     splits = {
         name: Split(stages=place.world // step.grid.world, plan=step.plan)

@@ -99,6 +99,20 @@ def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
     )
 
 
+def command_of(split: SplitPrediction, plan: Plan) -> str:
+    """Return the printed command of a split, the only one."""
+    found = FinetunePrediction(parts={}, fits=True, plan=plan, splits={"a split": split})
+    sizes = {
+        "ranks": 4,
+        "method": "qlora",
+        "rank": 16,
+        "length": 128,
+        "tokens": 256,
+        "accumulation": 2,
+    }
+    return _command("model", read_cluster("4x4090-pcie"), found, sizes)
+
+
 @pytest.mark.parametrize(
     ("plan", "stages", "flag"),
     [(Plan(), 1, ""), (Plan(all_to_all="hier2d"), 1, "--plan auto "), (Plan(chunks=2), 4, "")],
@@ -109,18 +123,29 @@ def test_a_speed_of_another_plan_than_the_default_comes_with_a_plan_that_is_time
     split = SplitPrediction(
         stages=stages, tokens_per_second=1.0, bytes=0.0, fits=True, bottleneck="compute"
     )
-    found = FinetunePrediction(parts={}, fits=True, plan=plan, splits={"a split": split})
-    sizes = {
-        "ranks": 4,
-        "method": "qlora",
-        "rank": 16,
-        "length": 128,
-        "tokens": 256,
-        "accumulation": 2,
-    }
-    command = _command("model", read_cluster("4x4090-pcie"), found, sizes)
     pipeline = "" if stages == 1 else f"--pp {stages} "
-    assert command == (
+    assert command_of(split, plan) == (
         f"moesaic finetune MODEL DATA --ranks 4 {pipeline}{flag}--method qlora --rank 16 "
         "--length 128 --micro-batch 2 --batch 16"
     )
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages", "flags"),
+    [
+        (Plan(), 1, "--micro-batches-in-flight 2"),
+        (Plan(chunks=2), 1, "--micro-batches-in-flight 2"),
+        (Plan(all_to_all="hier2d"), 1, "--micro-batches-in-flight 2 --plan auto"),
+        (Plan(), 2, "--micro-batches-in-flight 2 --pp 2"),
+    ],
+)
+def test_a_split_with_halves_in_flight_is_run_so(plan: Plan, stages: int, flags: str) -> None:
+    split = SplitPrediction(
+        stages=stages,
+        in_flight=2,
+        tokens_per_second=1.0,
+        bytes=0.0,
+        fits=True,
+        bottleneck="compute",
+    )
+    assert f"--ranks 4 {flags} --method" in command_of(split, plan)

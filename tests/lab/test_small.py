@@ -31,6 +31,7 @@ from moesaic_lab.small import (
     claims,
     methods_of,
     planned_splits,
+    predicted_seconds,
     read_config,
 )
 from moesaic_lab.virtual import Accelerator
@@ -87,6 +88,10 @@ def test_every_split_of_finetune_is_planned() -> None:
     steps = planned_splits(PLACE)
     assert tuple(steps) == (OURS, TWO_STAGES, LAYERS)
     assert [step.grid.world for step in steps.values()] == [4, 2, 1]
+    predicted = predicted_seconds(PLACE, steps)
+    flying = {name + IN_FLIGHT for name in (OURS, TWO_STAGES)}  # what exchanges rows
+    assert {*predicted} == {*steps, *flying}
+    assert predicted[OURS] <= steps[OURS].seconds
 
 
 NAMES = {

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moesaic.errors import InputError
 from moesaic.planner.answer import SPEED_RATIOS
-from moesaic.planner.cluster import read_cluster
-from moesaic.planner.finetune import CODED, FinetuneJob, FinetunePrediction, predict_finetune
+from moesaic.planner.cluster import Link, read_cluster
+from moesaic.planner.finetune import (
+    CODED,
+    IN_FLIGHT,
+    FinetuneJob,
+    FinetunePrediction,
+    predict_finetune,
+)
+from moesaic.planner.halves import COST, seconds_in_flight, seconds_in_turn
 from moesaic.planner.job import DataShape
 from moesaic.planner.presets import read_job
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.shapes import ModelShape
 
 QWEN = read_job("qwen3-30b-a3b").model
@@ -138,3 +148,51 @@ def test_slow_ports_bind_and_faster_ports_or_fewer_bits_help() -> None:
 def test_a_cluster_of_another_size_is_refused() -> None:
     with pytest.raises(InputError, match="2x4090-pcie has 2 devices, not 4"):
         predict(cluster=read_cluster("2x4090-pcie"))
+
+
+def test_halves_in_flight_are_ranked_where_rows_are_exchanged_and_sequences_split() -> None:
+    cluster = read_cluster("2x2x4090-10gbe")
+    sizes = {"ranks": 4, "memory_bytes": None, "length": 1024, "cluster": cluster}
+    whole = predict(tokens=1024, **sizes).splits
+    assert not any(name.endswith(IN_FLIGHT) for name in whole)
+    splits = predict(tokens=2048, **sizes).splits
+    flying = {name for name, split in splits.items() if split.in_flight == 2}
+    assert flying == {"experts" + IN_FLIGHT, "2 stages of 2 ranks" + IN_FLIGHT}
+    for name in flying:
+        in_turn = splits[name.removesuffix(IN_FLIGHT)]
+        assert splits[name] == replace(
+            in_turn, in_flight=2, tokens_per_second=splits[name].tokens_per_second
+        )
+
+
+def test_halves_in_flight_gain_what_they_hide_and_no_more() -> None:
+    def half_of(gbps: float) -> StepCostModel:
+        """Return the cost model of halves on four devices whose ports have a rate."""
+        ports = Link(name="port", devices=1, gbps=(gbps,), carries="all")
+        cluster = replace(read_cluster("4x4090-pcie"), links=(ports,))
+        job = FinetuneJob(
+            batch_size=4,
+            model=replace(QWEN, seq_len=1024, checkpoint_activations=True),
+            data=DataShape(vocab_size=QWEN.vocab),
+        )
+        grid = Grid(world=4, ep=4)
+        return StepCostModel(job.step_model(cluster, 4), grid, Simulator(cluster))
+
+    for gbps in (10.0, 100.0, 1e5):
+        half = half_of(gbps)
+        compiled = compile_plan(Plan(), half.grid)
+        forward, backward = half.simulator.passes(
+            compiled.forward, compiled.backward, half.model.layer, half.grid
+        )
+        in_turn = 2 * seconds_in_turn(half, Plan())
+        flying = seconds_in_flight(half, Plan()) / COST
+        # messages of one half hide behind what the other computes, but for what is recomputed
+        layers = half.model.moe_layers
+        waits = forward.seconds - forward.compute_seconds
+        waits += backward.seconds - backward.compute_seconds
+        assert in_turn - 2 * layers * waits <= flying * (1 + 1e-9)
+        assert flying <= in_turn * (1 + 1e-9)
+        if gbps == 100.0:
+            assert flying < 0.95 * in_turn
+        if gbps == 1e5:
+            assert flying == pytest.approx(in_turn, rel=0.05)

@@ -28,6 +28,7 @@ from moesaic.planner.finetune import (
     Method,
     predict_finetune,
 )
+from moesaic.planner.halves import without_chunks
 from moesaic.planner.job import Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.program.plan import Plan, plan_in_words
@@ -144,7 +145,7 @@ def _lines(
     )
     yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
 
-    yield "split over ranks             tokens/s       GiB  limited by"
+    yield "split over ranks                  tokens/s       GiB  limited by"
     for name, split in found.splits.items():
         mark = ""
         if name == found.fastest:
@@ -152,7 +153,7 @@ def _lines(
         elif not split.fits:
             mark = "; does not fit"
         speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
-        yield f"  {name:<26} {speed}  {split.bottleneck}{mark}"
+        yield f"  {name:<31} {speed}  {split.bottleneck}{mark}"
 
     if found.plan is not None and found.tokens_per_second is not None:
         low, high = found.interval or (0.0, 0.0)
@@ -197,9 +198,13 @@ def _command(
     flags = {}
     if cluster.nodes == 1:
         flags["ranks"] = sizes["ranks"]
+    plan = found.plan or Plan()  # of experts that are spread over all ranks
+    if best.in_flight != 1:
+        flags["micro-batches-in-flight"] = best.in_flight
+        plan = without_chunks(plan)
     if best.stages != 1:
         flags["pp"] = best.stages
-    elif found.plan not in (None, Plan()):
+    elif plan != Plan():
         flags["plan"] = "auto"  # the speed is of a plan that the default is not
     flags["method"] = sizes["method"]
     flags["rank"] = sizes["rank"]

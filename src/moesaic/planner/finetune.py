@@ -5,7 +5,7 @@ It runs as `moesaic.transformers` does: blocks are recomputed, experts are sprea
 FSDP2 shards the rest, and adapters are float32. Frozen parameters have neither gradients nor
 states. Steps are those of `step.py`; beside expert parallelism stand splits of the layers over the
 ranks: into stages whose ranks share experts, one rank each, and one rank at a time as with
-`device_map`.
+`device_map`. Where ranks exchange rows, the halves of a micro-batch may be in flight (`halves.py`).
 
 `rank` is the rank of the adapters' factors; `ranks` are processes, one per device.
 """
@@ -20,6 +20,7 @@ from moesaic.errors import InputError
 from moesaic.planner.answer import speed_of
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.planner.halves import seconds_in_flight, seconds_in_turn, without_chunks
 from moesaic.planner.hub import HubShape
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.other_systems import OthersLayout, predict, rank_models
@@ -72,6 +73,8 @@ LOSS_TOKENS = 256
 """Tokens whose logits exist at once where `moesaic finetune` computes the loss."""
 BLOCK = "a block's activations"
 """Name of the part of memory that a block's recomputed activations are."""
+IN_FLIGHT = ", in flight"
+"""End of the name of a split under which the halves of a micro-batch are in flight."""
 STEPWISE = ("norms",)
 """Operations of transformers' blocks that run step by step (`StepModel.stepwise`)."""
 
@@ -113,6 +116,8 @@ class SplitPrediction:
 
     stages: int | None
     """`--pp` of `moesaic finetune`; None if it has no such split."""
+    in_flight: int = 1
+    """`--micro-batches-in-flight` of `moesaic finetune`."""
     tokens_per_second: float
     """Of all ranks together."""
     bytes: float
@@ -148,7 +153,8 @@ class FinetunePrediction:
     """The fastest plan of the MoE layers."""
     splits: dict[str, SplitPrediction] = field(default_factory=dict)
     """Ways to split the model: over experts, over layers in stages that share experts, over layers
-    as a pipeline of micro-batches, over layers one rank at a time."""
+    as a pipeline of micro-batches, over layers one rank at a time. The name of a way whose
+    micro-batches' halves are in flight ends in `IN_FLIGHT`."""
 
     @property
     def bytes(self) -> float:
@@ -295,6 +301,10 @@ def _with_speed(
         fits=bool(found.fits),
         bottleneck=best.estimate.bottleneck,
     )
+    splits = {"experts": of_experts}
+    flying = spread_in_flight(job, cluster, best)
+    if flying is not None:
+        splits["experts" + IN_FLIGHT] = _faster(of_experts, best.seconds / flying)
     return replace(
         found,
         seconds=best.seconds,
@@ -303,8 +313,14 @@ def _with_speed(
         bottleneck=of_experts.bottleneck,
         limits=best.estimate.limits,
         plan=best.plan,
-        splits={"experts": of_experts, **layer_splits(job, cluster, memory_bytes)},
+        splits=splits | layer_splits(job, cluster, memory_bytes),
     )
+
+
+def _faster(split: SplitPrediction, speedup: float) -> SplitPrediction:
+    """Return a split with the halves of its micro-batches in flight, which hold together what a
+    whole one holds."""
+    return replace(split, in_flight=2, tokens_per_second=speedup * split.tokens_per_second)
 
 
 def _check(
@@ -351,6 +367,39 @@ def spread_experts(
     return search(job, roomy, Settings(space=space, pins=pins, keep=1, give_up=1.5)).best
 
 
+def spread_in_flight(job: FinetuneJob, cluster: ClusterSpec, spread: PlannedStep) -> float | None:
+    """Return the seconds of a step with experts spread and the halves of a micro-batch in flight.
+
+    Args:
+        job: the fine-tune.
+        cluster: the cluster.
+        spread: the step with whole micro-batches; its plan is used without chunks.
+
+    Returns:
+        None if there is nothing to hide, or if a rank's sequences do not split into halves.
+    """
+    if spread.grid.ep == 1 or not _has_halves(job, cluster):
+        return None
+    simulator = Simulator(cluster)
+    model = _with_half(job).step_model(cluster, spread.grid.dp)
+    half = StepCostModel(model, spread.grid, simulator)
+    outside = ("pipeline", "parameters", "optimizer")  # not of micro-batches
+    seconds = spread.estimate.parts
+    in_turn = sum(seconds[name] for name in seconds if name not in outside)
+    flying = job.accumulation * seconds_in_flight(half, without_chunks(spread.plan))
+    return spread.seconds - in_turn + flying
+
+
+def _has_halves(job: FinetuneJob, cluster: ClusterSpec) -> bool:
+    """Whether the sequences of a rank's micro-batch split into halves."""
+    return job.batch_size // cluster.world % 2 == 0
+
+
+def _with_half(job: FinetuneJob) -> FinetuneJob:
+    """Return a fine-tune whose micro-batches have half the sequences."""
+    return replace(job, batch_size=job.batch_size // 2)
+
+
 def layer_splits(
     job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float
 ) -> dict[str, SplitPrediction]:
@@ -371,7 +420,11 @@ def layer_splits(
         name = "layers, micro-batches" if sharing == 1 else f"{stages} stages of {sharing} ranks"
         # a rank's micro-batches, so that a step has as many sequences as with experts spread
         count = stages * job.accumulation
-        splits[name] = _of_stages(job, cluster, (stages, count), memory_bytes)
+        in_turn = _of_stages(job, cluster, (stages, count), memory_bytes)
+        splits[name] = in_turn
+        speedup = staged_speedup(job, cluster, stages, count)
+        if speedup is not None:
+            splits[name + IN_FLIGHT] = _faster(in_turn, speedup)
     if "layers, micro-batches" in splits:  # the same stages, with a single micro-batch
         one_by_one = _of_stages(job, cluster, (ranks, 1), memory_bytes)
         splits["layers, one rank at a time"] = replace(one_by_one, stages=None)
@@ -407,6 +460,26 @@ def staged_step(job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int)
     return predict(job, cluster, _stages_layout(job, cluster.world, stages, count))
 
 
+def staged_speedup(job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int) -> float | None:
+    """Return how much faster a step in stages is with the halves of a micro-batch in flight;
+    arguments as of `stage_parts`.
+
+    A stage computes a micro-batch in fewer seconds, and the schedule is as long as its slowest
+    stage takes.
+
+    Returns:
+        None if there is nothing to hide, or if a rank's sequences do not split into halves.
+    """
+    if stages == cluster.world or not _has_halves(job, cluster):
+        return None
+    whole_stages = _stage_models(job, cluster, stages, count)
+    half_stages = _stage_models(_with_half(job), cluster, stages, count)
+    plan = Plan()  # that of `moesaic finetune` with stages
+    in_turn = max(seconds_in_turn(stage, plan) for stage in whole_stages)
+    flying = max(seconds_in_flight(stage, plan) for stage in half_stages)
+    return in_turn / flying
+
+
 def _stages_layout(job: FinetuneJob, ranks: int, stages: int, count: int) -> OthersLayout:
     """Return the layout of stages whose ranks share experts, for a number of micro-batches of each
     rank."""
@@ -434,16 +507,11 @@ def stage_parts(
         count: micro-batches of a rank per optimizer step.
     """
     layout = _stages_layout(job, cluster.world, stages, count)
-    sharing = layout.ep  # ranks of a stage
-    per_node = min(cluster.devices_per_node, sharing)
-    grid = Grid(world=sharing, ep=sharing, ranks_per_node=per_node)
-    simulator = Simulator(cluster)
-    sequences = sharing * layout.micro_batch
-    whole = replace(job, batch_size=sequences).step_model(cluster, sharing)
     message_bytes = 2.0 * layout.micro_batch * job.model.seq_len * job.model.dim
     by_stage = []
-    for stage in rank_models(job, whole, layout, count):
-        parts = _memory(StepCostModel(stage, grid, simulator), job)
+    for cost_model in _stage_models(job, cluster, stages, count):
+        stage = cost_model.model
+        parts = _memory(cost_model, job)
         is_last = stage.outputs > 0
         is_first = stage.vocab > 0 and not is_last
         # torch's schedules receive every micro-batch of a step into a buffer of its own:
@@ -462,6 +530,21 @@ def stage_parts(
         parts["messages of stages"] = kept_messages * message_bytes
         by_stage.append(parts)
     return by_stage
+
+
+def _stage_models(
+    job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int
+) -> list[StepCostModel]:
+    """Return the cost model of every distinct stage; arguments as of `stage_parts`."""
+    layout = _stages_layout(job, cluster.world, stages, count)
+    sharing = layout.ep  # ranks of a stage
+    per_node = min(cluster.devices_per_node, sharing)
+    grid = Grid(world=sharing, ep=sharing, ranks_per_node=per_node)
+    simulator = Simulator(cluster)
+    sequences = sharing * layout.micro_batch
+    whole = replace(job, batch_size=sequences).step_model(cluster, sharing)
+    models = rank_models(job, whole, layout, count)
+    return [StepCostModel(model, grid, simulator) for model in models]
 
 
 def _fits(num_bytes: float, memory_bytes: float) -> bool:
