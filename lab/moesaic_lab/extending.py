@@ -354,7 +354,8 @@ def claims(rows: Rows) -> list[Claim]:
     # A ratio of 0.5 is as wrong as one of 2.
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
     failed = [row["tests_failed"] for row in rows]
-    is_tested = all(row["tests_passed"] for row in rows)
+    # None passed where tests were left out, and 0 where none was found; if all failed, they ran
+    is_tested = all(row["tests_passed"] or row["tests_failed"] for row in rows)
     reason = "" if is_tested else "--no-tests"
     failures = sum(failed) if is_tested else None
     touched = max(row["files_touched"] for row in rows)

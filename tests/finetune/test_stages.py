@@ -94,10 +94,10 @@ def test_four_ranks_share_experts_in_stages_and_go_on_as_another_split(place):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("stages", [1, 2])
-def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages):
-    out = f"flying {stages}"
-    flags = ("--pp", str(stages), "--micro-batches-in-flight", "2", "--merge")
+@pytest.mark.parametrize(("stages", "plan"), [(1, "default"), (2, "default"), (1, "auto")])
+def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages, plan):
+    out = f"flying {stages} {plan}"
+    flags = ("--pp", str(stages), "--micro-batches-in-flight", "2", "--plan", plan, "--merge")
     on_ranks(place, out, 2 * stages, *flags)
     require_equal(place / "one", place / out)
 

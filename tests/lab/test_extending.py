@@ -88,3 +88,9 @@ def test_tests_that_nobody_saw_pass_are_no_claim() -> None:
         for passed in (9, 0)
     ]
     assert extending.claims(rows)[-1].value is None
+
+
+def test_tests_that_all_fail_are_a_claim_that_fails() -> None:
+    row = {"files_touched": 2, "tests_passed": 0, "tests_failed": 9, "even_over_exact": 1.0}
+    failed = extending.claims([row])[-1]
+    assert (failed.value, failed.holds) == (9, False)
