@@ -636,9 +636,12 @@ def of_many_steps(num_steps: int) -> tuple[list[int], list[int]]:
     return objects, greenlets
 
 
-@pytest.mark.random
-def test_steps_leave_nothing_behind() -> None:
-    for (some, all_steps), greenlets in on_ranks(2, of_many_steps, 100):
+@pytest.mark.parametrize(
+    "num_steps",
+    [pytest.param(100, marks=pytest.mark.random), pytest.param(1_000, marks=pytest.mark.slow)],
+)
+def test_steps_leave_nothing_behind(num_steps: int) -> None:
+    for (some, all_steps), greenlets in on_ranks(2, of_many_steps, num_steps):
         assert all_steps - some < 100
         assert greenlets == [1, 1]  # the thread's own
 
