@@ -119,7 +119,8 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     for group in load.replicas:
         allowed[np.ix_(np.isin(load.homes.rank, group), group)] = True
 
-    # The two loads are the sums over all samples at their ranks.
+    # The modelled time is the larger of two sums over all samples, one for each kind of link. With
+    # costs of 0 the program minimises the larger of them.
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
     room = np.full(ranks, load.homes.slots)

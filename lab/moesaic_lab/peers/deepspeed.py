@@ -64,6 +64,8 @@ class DeepSpeedLayer(nn.Module):
         experts_per_rank = layer.num_experts // exchange.world
         first = exchange.rank * experts_per_rank
         moe = self.layer.deepspeed_moe
+        # Without its exchange DeepSpeed has made all experts (`_make`): the first ones become those
+        # of this rank, and the others are deleted below.
         own_experts = moe.experts.deepspeed_experts[:experts_per_rank]
         with torch.no_grad():
             moe.gate.wg.weight.copy_(router.weight)

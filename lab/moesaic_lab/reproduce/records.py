@@ -2,7 +2,8 @@
 and our simulated figures.
 
 The constants determine which figures count as validation. A cell that any constant names, or that
-follows from such cells, has the role "fit", and no row with it counts as validation.
+is printed and derived from such a cell, has the role "fit", and no row with it counts as
+validation.
 """
 
 from __future__ import annotations
@@ -327,7 +328,9 @@ class Book:
         """Return the role of rows with a cell."""
         cell = self.cells[name]
         follows_from_fit = any(other in self.used for other in cell.derived)
-        if name in self.used or (follows_from_fit and cell.value is not None):
+        # a figure that is kept back was not seen when constants were fitted
+        is_known = cell.value is not None
+        if name in self.used or (follows_from_fit and is_known):
             return "fit"
         if cell.not_printed:
             return "no prediction"

@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(CertifyOptions, arguments, prog="moesaic certify", description=DESCRIPTION)
     from moesaic.testing.certify import system_named
 
-    system_named(options.system)
+    system_named(options.system)  # refuses a wrong name before any process starts
     findings = []
     for ranks in options.ranks:
         findings += _findings(options, ranks)

@@ -172,7 +172,7 @@ class FourBitExperts(FrozenExperts):
         for field in ("up", "down"):
             values[field] = nf4.dequantize(values[field], values[f"{field}_scales"], torch.float32)
         if any(self.form.ranks):
-            # the dimension of 1 multiplies the same inner matrix with gate and up
+            # (E, C, H, r) @ (E, 1, r, D), by columns C: gate and up have one inner matrix
             values["up"] = values["up"] + values["up_outer"] @ values["up_inner"].unsqueeze(1)
             values["down"] = values["down"] + values["down_outer"] @ values["down_inner"]
 
@@ -188,7 +188,7 @@ class FourBitExperts(FrozenExperts):
         )
         split_names, common_names = merged.names
         names = (*split_names, *common_names)
-        # without biases there are two names
+        # names come in this order; without biases there are two
         for name, field in zip(names, ("up", "down", "up_bias", "down_bias")):
             parameter = merged.get_parameter(name)
             parameter.copy_(values[field].view(parameter.shape))

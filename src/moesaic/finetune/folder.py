@@ -395,7 +395,7 @@ class FinetuneFolder:
         return self.path / name
 
     def _remove_unfinished(self) -> None:
-        """Delete what killed processes were writing."""
+        """Delete what was being written when this process failed, or when another was killed."""
         for path in entries(self.path, f"{WRITING}*", typed=True):
             if _UNFINISHED.name.fullmatch(path.name):
                 _UNFINISHED.delete(path)
@@ -410,8 +410,8 @@ class FinetuneFolder:
         one line.
 
         Args:
-            what: says what could not be written, and lets what was begun be deleted; "" names the
-                folder.
+            what: says what could not be written. If it is given, whatever is raised, unfinished
+                files are deleted first. "" names the folder, and deletes nothing.
             rest: says what there is nevertheless.
         """
         with self._ranks.together():

@@ -229,7 +229,7 @@ def _ignorable(model: Architecture, names: set[str]) -> set[str]:
     patterns = [
         *(model.model._keys_to_ignore_on_load_unexpected or ()),
         r"rotary_emb\.inv_freq$",
-        *_of_more_tokens(model.config),
+        *_ignored_of_more_tokens(model.config),
     ]
     compiled = [re.compile(pattern) for pattern in patterns]
     return {name for name in names if any(pattern.search(name) for pattern in compiled)}
@@ -243,12 +243,12 @@ def _holds_integers(model: Architecture, layout: Layout, name: str) -> bool:
     return not any(in_memory[part.tensor].is_floating_point() for _, part in parts)
 
 
-def _of_more_tokens(config: Any) -> list[str]:
-    """Return patterns of the names of layers for multi-token prediction that a configuration says
-    are there.
+def _ignored_of_more_tokens(config: Any) -> list[str]:
+    """Return patterns of tensors to ignore: those of layers for multi-token prediction that a
+    configuration says are there.
 
-    transformers has none of them, and its own patterns name them by the number of layers of the
-    published models.
+    transformers has no such layers. Its own list of ignored names
+    (`_keys_to_ignore_on_load_unexpected`) has the numbers that they have in the published models.
     """
     text_config = config.get_text_config()
     num_layers = getattr(text_config, "num_hidden_layers", 0)

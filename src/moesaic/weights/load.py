@@ -50,9 +50,11 @@ def load_model(
     """
     of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
     folder = source_folder(source, **of_hub)
-    # state: name -> the tensor, from which transformers' loader takes slices
+    # state: name -> the tensor, from which transformers' loader takes slices. As stored: its loader
+    # renames and converts them. Otherwise names and tensors are those of the model already.
     architecture, state, is_named_as_stored = _state(folder)
     into_four_bits = isinstance(options.get("quantization_config"), FourBitExpertsConfig)
+    # the quantizer then gets one expert at a time; what the loader converts, it reads as a whole
     if into_four_bits and not is_named_as_stored:
         for path, module in architecture.experts.items():
             for weight in four_bit_weights(module):
