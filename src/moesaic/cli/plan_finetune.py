@@ -165,7 +165,10 @@ def _lines(
         )
         yield f"  plan: {plan_in_words(found.plan)}"
 
-    yield f"run: {_command(model, cluster, found, sizes)}"
+    where = "run"
+    if cluster.nodes > 1:
+        where += f" on each of {cluster.nodes} machines, HOST being the first one's name"
+    yield f"{where}: {_command(model, cluster, found, sizes)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
         needs = f"{change.bytes / GIB:.1f} GiB with experts spread"
