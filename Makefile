@@ -33,8 +33,8 @@ TORCH := 2.13.0
 TORCHES := 2.10.0-3.10 2.12.1-3.12 $(TORCH)-3.10 newest-3.12
 # The package whose source is the text of a run that names none.
 TEXT := $(shell sed -n 's/^\(sympy==[^ ;]*\).*/\1/p' constraints.txt)
-# The layer with every router against float64, compilation, FSDP2 and the trainer on two ranks, transformers, the codecs.
-SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
+# The layer with every router against float64, two micro-batches in flight, compilation, FSDP2 and the trainer on two ranks, transformers, the codecs.
+SMOKE := tests/test_layer.py tests/test_in_flight.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
 	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/train/test_shards.py tests/test_deprecations.py tests/transformers/test_backend.py
 
 .PHONY: help setup whole-suite lock demo test test-ids test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist places test-newest clean

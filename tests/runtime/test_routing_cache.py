@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers import ids_for, make_layer
 from moesaic import Capacity, LoadBalance, MoE, checkpoint, replay_contexts, set_loss_scale
+from moesaic.comm.transport import TURN, AbstractTurn
 from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Routing
 
@@ -233,3 +236,29 @@ def test_what_draws_behind_a_noisy_router_draws_the_same_again() -> None:
         )
     assert len(gradients[0]) == len(gradients[1]) > 3
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+class PlainTurn(AbstractTurn):
+    """A micro-batch in flight that nobody runs beside."""
+
+    def hand_over(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_first_pass_that_is_left_later_leaves_its_micro_batch(is_suspended: bool) -> None:
+    """Python 3.10 and 3.12 leave it when they free the generator of torch's checkpoint, outside of
+    the micro-batch that was ended."""
+    layer = make_layer()
+    turn = PlainTurn(0)
+    first_pass, _ = replay_contexts(layer)
+    context = copy_context()
+    context.run(TURN.set, turn)
+    context.run(first_pass.__enter__)
+    assert turn.contexts == [first_pass]
+    assert layer.routing_cache is not None
+    if is_suspended:
+        turn.contexts[0].suspend()
+    first_pass.__exit__(None, None, None)
+    assert turn.contexts == []
+    assert layer.routing_cache is None

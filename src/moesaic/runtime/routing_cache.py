@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from moesaic.comm.transport import TURN, AbstractSuspended
+from moesaic.comm.transport import TURN, AbstractSuspended, AbstractTurn
 from moesaic.kernels.operator import operator
 from moesaic.routing.route import RoutingRecord
 
@@ -201,21 +201,28 @@ class _Caching(AbstractContextManager[None], AbstractSuspended):
         self._routing_cache = routing_cache
         self._replays = replays
         self._before: list[list[RoutingCache | None]] = []
-        """For each time it was entered and not left, the caches that the layers had before."""
+        """For each time it was entered and not left, the caches that the layers had before; none
+        while it is suspended."""
+        self._turn: AbstractTurn | None = None
+        """The micro-batch in flight that records, if one does."""
 
     def __enter__(self) -> None:
         if self._replays:
             self._routing_cache.start_replay()
         self.resume()
-        turn = TURN.get()
-        if turn is not None and not self._replays:  # suspended while another micro-batch computes
-            turn.contexts.append(self)
+        if not self._replays:  # is suspended while another micro-batch computes
+            self._turn = TURN.get()
+        if self._turn is not None:
+            self._turn.contexts.append(self)
 
     def __exit__(self, *exception: Any) -> None:
-        turn = TURN.get()
-        if turn is not None and not self._replays:
-            turn.contexts.pop()
-        self.suspend()
+        # Where a micro-batch is ended from outside, Python may leave its contexts later: when it
+        # frees the generator of torch's checkpoint, in the context of whoever runs then.
+        if self._turn is not None:
+            self._turn.contexts.remove(self)
+            self._turn = None
+        if self._before:
+            self.suspend()
         if self._replays:
             self._routing_cache.stop_replay()
 
