@@ -322,6 +322,26 @@ def test_it_writes_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "backward" in html
 
 
+def test_two_micro_batches_in_flight_are_drawn_where_asked_or_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "programs.html"
+    shown(capsys, *SMALL, "--gantt", str(page))
+    assert "in flight" not in page.read_text(encoding="utf-8")
+    shown(capsys, *SMALL, "--gantt", str(page), "--in-flight", "2", "--between-ms", "3")
+    html = page.read_text(encoding="utf-8")
+    for name in ("forward", "backward"):
+        assert f"{name}, two micro-batches in flight" in html
+    assert "Before each layer a forward pass computes 3 ms" in html
+    assert "micro-batch 2: messages" in html
+    plan = tmp_path / "plan.json"
+    shown(capsys, *SMALL, "--write", str(plan))
+    table = json.loads(plan.read_text()) | {"micro_batches_in_flight": 2}
+    plan.write_text(json.dumps(table))
+    shown(capsys, *SMALL, "--plan-file", str(plan), "--gantt", str(page))
+    assert "forward, two micro-batches in flight" in page.read_text(encoding="utf-8")
+
+
 def test_a_plan_that_was_written_is_shown_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,6 +417,8 @@ def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
     ("flags", "words"),
     [
         ("--plan.all-to-all deepep", "so there is no program to show: choose multicast"),
+        ("--in-flight 2 --samples 2", "shows samples at rest: leave out --samples"),
+        ("--in-flight 2 --between-ms -1", "--between-ms -1.0: must be at least 0"),
         (
             "--plan.schedule ted --mesh.tp 1",
             "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks",

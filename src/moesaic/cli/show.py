@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -30,7 +30,15 @@ from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.planner.plan_files import MESH, FoundFor, read_found, read_planned, write_plan
+from moesaic.planner.in_flight import FEW, in_flight
+from moesaic.planner.plan_files import (
+    MESH,
+    FoundFor,
+    read_found,
+    read_micro_batches,
+    read_planned,
+    write_plan,
+)
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
@@ -45,6 +53,9 @@ from moesaic.program.task import Kind, Lane, Op, Program
 from moesaic.program.text import NAMES, to_text
 from moesaic.program.timeline import Span, Timeline, to_trace
 from moesaic.runtime.call_counts import CountedCall
+
+if TYPE_CHECKING:
+    from moesaic.report.style import Picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +128,12 @@ class ShowOptions:
     """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
     """Write a Gantt chart of the programs to this HTML file."""
+    in_flight: Literal[1, 2] = 1
+    """2: the chart also shows two micro-batches of this layer in flight, so that one sees who
+    waits."""
+    between_ms: float | None = None
+    """With two in flight: milliseconds that a micro-batch computes before each layer (attention,
+    norms); None for as long as the layer computes."""
     perfetto: str | None = None
     """Write the timelines of the programs to this file, a Chrome trace in JSON, which
     ui.perfetto.dev and chrome://tracing open."""
@@ -124,6 +141,12 @@ class ShowOptions:
     """Print every slot and task of the programs too."""
     json: bool = False
     """Print the figures as JSON, movement by movement."""
+
+    def __post_init__(self) -> None:
+        if self.between_ms is not None and not 0 <= self.between_ms < float("inf"):
+            raise InputError(f"--between-ms {self.between_ms}: must be at least 0")
+        if self.in_flight == 2 and self.samples:
+            raise InputError("--in-flight 2 shows samples at rest: leave out --samples")
 
 
 DESCRIPTION = (
@@ -168,7 +191,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_plan(plan, Path(options.write))
     title = _title(options, of_file, cluster, grid)
-    _write_pictures(options, timelines, title)
+    further = []
+    if options.gantt is not None and options.in_flight == 2:
+        further = _flights(options, simulator, compiled, layer, timelines["forward"])
+    _write_pictures(options, timelines, title, further)
     memory = [] if options.samples else _memory_rows(compiled, layer)
     if options.json:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
@@ -286,16 +312,24 @@ def _of_file(path: Path) -> OfFile:
     table, plan = read_planned(path)
     found = read_found(path)
     stages = table.get("pp", 1)
+    _, num_in_flight = read_micro_batches(path)
+    drawn_in_flight: Literal[1, 2] = 2 if num_in_flight > 1 else 1
     mesh = {name: table[name] for name in MESH if name in table}
     if found is None:  # the file has a plan, and maybe sizes of axes, alone
-        options = ShowOptions(plan=plan, mesh=replace(MeshOptions(), **mesh))
+        options = ShowOptions(
+            plan=plan, mesh=replace(MeshOptions(), **mesh), in_flight=drawn_in_flight
+        )
         return OfFile(options=options, found=None, stages=stages)
     world = found.ranks // stages
     mesh["world"] = world
     mesh["ranks_per_node"] = min(found.devices_per_node, world)  # a stage may be part of a node
     layer = {field.name: getattr(found.layer, field.name) for field in fields(LayerOptions)}
     options = ShowOptions(
-        plan=plan, mesh=MeshOptions(**mesh), layer=LayerOptions(**layer), cluster=found.cluster
+        plan=plan,
+        mesh=MeshOptions(**mesh),
+        layer=LayerOptions(**layer),
+        cluster=found.cluster,
+        in_flight=drawn_in_flight,
     )
     return OfFile(options=options, found=found, stages=stages)
 
@@ -419,12 +453,44 @@ def _as_data(
     return data
 
 
-def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title: str) -> None:
-    """Write the Gantt chart and the trace that the options ask for."""
+def _flights(
+    options: ShowOptions,
+    simulator: Simulator,
+    compiled: Compiled,
+    layer: Workload,
+    forward: Timeline,
+) -> list[Picture]:
+    """Return charts of two micro-batches in flight through a few such layers; `forward` is the
+    timeline of one layer's forward program."""
+    from moesaic.report.gantt import in_flight_pictures
+
+    if options.between_ms is None:
+        between = sum(each.end - each.start for each in forward.spans if each.lane is Lane.COMPUTE)
+    else:
+        between = options.between_ms / 1e3
+    # the gradients of what lies between layers take twice its time
+    passes = {"forward": (compiled.forward, between), "backward": (compiled.backward, 2 * between)}
+    flights = {}
+    for name, (program, seconds) in passes.items():
+        flights[name] = in_flight(
+            simulator.cluster,
+            program,
+            simulator.volumes(program, layer, compiled.grid),
+            layer.products or layer.dtype,
+            between=seconds,
+            layers=FEW,
+        )
+    return in_flight_pictures(flights, between)
+
+
+def _write_pictures(
+    options: ShowOptions, timelines: dict[str, Timeline], title: str, further: Sequence[Picture]
+) -> None:
+    """Write the Gantt chart, with further charts, and the trace that the options ask for."""
     if options.gantt is not None:
         from moesaic.report.gantt import write_gantt
 
-        write_gantt(timelines, Path(options.gantt), title)
+        write_gantt(timelines, Path(options.gantt), title, further)
     if options.perfetto is not None:
         events = []
         for number, timeline in enumerate(timelines.values()):  # a process for each program

@@ -186,7 +186,9 @@ def _draw(
     return chart
 
 
-def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") -> Path:
+def write_gantt(
+    timelines: Mapping[str, Timeline], path: Path, title: str = "", further: Sequence[Picture] = ()
+) -> Path:
     """Write a page with several charts, such as forward and backward, on one time scale, and return
     its path.
 
@@ -195,6 +197,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
     Args:
         timelines: the timelines by title, in the order in which to show them.
         title: of the page, such as model, cluster and mesh; empty for the titles of the timelines.
+        further: charts that come after those of the timelines, each on a scale of its own.
 
     Raises:
         InputError: there is no timeline, or the file cannot be written.
@@ -207,7 +210,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") 
         for name, timeline in timelines.items()
     ]
     title = title or " and ".join(timelines)
-    return charts_page(path, what="timeline", title=title, lead=NAMES, charts=charts)
+    return charts_page(path, what="timeline", title=title, lead=NAMES, charts=[*charts, *further])
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
@@ -388,6 +391,24 @@ def stages_gantt(timed: Timed) -> go.Figure:
     colours = {part: part_colour(f"moe {part}") for part in ("forward", "backward")}
     end = max(bar.end for bar in all_bars)
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="none")
+
+
+def in_flight_pictures(flights: Mapping[str, InFlight], between: float) -> list[Picture]:
+    """Draw passes of two micro-batches in flight, by name, with `between` seconds of other
+    computing before each layer of a forward pass."""
+    pictures = []
+    for name, flight in flights.items():
+        unit, length = unit_of(flight.seconds)
+        short_unit, short = unit_of(between)
+        text = (
+            f"The first layers of two micro-batches, {flight.seconds / length:.4g} {unit} in all: "
+            "one computes while the messages of the other travel. Where neither computes, both "
+            f"wait. Before each layer a forward pass computes {between / short:.4g} "
+            f"{short_unit} of attention and norms, a backward pass twice as long."
+        )
+        title = f"{name}, two micro-batches in flight"
+        pictures.append(Picture(title, text, in_flight_gantt(flight)))
+    return pictures
 
 
 def in_flight_gantt(flight: InFlight) -> go.Figure:
