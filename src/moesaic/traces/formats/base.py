@@ -231,7 +231,7 @@ def require_tokens(trace: Trace, name: str) -> None:
     if trace.holds != "tokens":
         raise InputError(
             f"trace {trace.name}: holds counts only, and {name} holds tokens' experts: record "
-            "it with --routing record:tokens"
+            "it with --record-routing tokens"
         )
 
 
