@@ -198,7 +198,11 @@ def test_a_call_runs_as_the_walk_says() -> None:
             call()
 
     run_ranks(2, rank)
-    assert not_in_turn(of_steps(sections()["One call of `MoE`"]), found[0]) == ""
+    walk = sections()["One call of `MoE`"]
+    assert not_in_turn(of_steps(walk), found[0]) == ""
+    (issue,) = may_run("comm/loopback.py", "LoopbackTransport.issue")
+    assert "exchange five messages" in walk
+    assert found[0].count(issue) == 5
 
 
 def test_a_plan_runs_as_the_walk_says(capsys) -> None:
@@ -216,7 +220,7 @@ def save_on_a_rank(folder: Path) -> list[Code]:
 def test_a_checkpoint_is_saved_and_resumed_as_the_walk_says(tmp_path: Path) -> None:
     tiny(tmp_path)  # writes the text
     saving, resuming = sections()["One checkpoint"].split("Resuming")
-    on_first, on_second = on_ranks(2, save_on_a_rank, tmp_path)
+    on_first = on_ranks(2, save_on_a_rank, tmp_path)[0]
     assert not_in_turn(of_steps(saving), on_first) == ""
 
     words = ["--config", str(tmp_path / "run" / "config.json"), "--existing", "resume"]
