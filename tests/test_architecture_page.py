@@ -192,7 +192,7 @@ def test_a_call_runs_as_the_walk_says() -> None:
         def call() -> None:
             moe(x).sum().backward()
 
-        call()  # the first one also agrees on what later ones reuse
+        call()  # the first one also announces the length of its counts
         if transport.rank == 0:
             found.append(calls_of(call))
         else:
