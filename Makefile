@@ -220,6 +220,7 @@ docs: $(STAMP)  ## what pages say of the committed results, and the pictures
 	$(BIN)/python -m moesaic_lab.papers_page
 	$(BIN)/python -m moesaic_lab.performance_page
 	$(BIN)/python -m moesaic_lab.timeline_picture
+	$(BIN)/python -m moesaic_lab.rooms_picture
 	$(BIN)/python -m moesaic_lab.step.page
 
 site: $(STAMP)  ## the documentation as a site, in build/site

@@ -20,6 +20,7 @@ from moesaic.program.plan import AllToAll
 from moesaic_lab import house
 from moesaic_lab.import_graph import (
     PARTS,
+    TORCH_FREE,
     Function,
     called,
     cycles,
@@ -36,19 +37,6 @@ LAB = ROOT / "lab" / "moesaic_lab"
 TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
-TORCH_FREE = (
-    "errors",
-    "files",
-    "resuming",
-    "configfile",
-    "codecs",
-    "shapes",
-    "program",
-    "traces",
-    "planner",
-    "report",
-)
-"""Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
 HOOKS = {"forward", "backward", "setup_context", "extra_repr"}

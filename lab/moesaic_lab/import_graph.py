@@ -48,6 +48,19 @@ PARTS = (
     "cli",
 )
 """In this order: a part imports itself and parts that stand before it."""
+TORCH_FREE = (
+    "errors",
+    "files",
+    "resuming",
+    "configfile",
+    "codecs",
+    "shapes",
+    "program",
+    "traces",
+    "planner",
+    "report",
+)
+"""Parts that neither import torch nor a part that does: planning and reporting work without it."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
