@@ -575,7 +575,7 @@ class _Shifts:
     def _update(self, place: int) -> None:
         """Find the sample that leaves `place` at the least extra cost, for each other place."""
         members = np.flatnonzero(self._assigned == place)
-        if not len(members):
+        if not len(members):  # nobody can leave it
             self.cost[place] = _FAR
             return
         extra = self._costs[members] - self._costs[members, place, None]  # (members, places)
