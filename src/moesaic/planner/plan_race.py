@@ -62,6 +62,7 @@ class Race:
         return {plan: self._median(plan) for plan in self.seconds if self.seconds[plan][0]}
 
     def _median(self, plan: int) -> float:
+        """Return the low median of a plan's step times in all rounds."""
         times: list[float] = []
         for of_round in self.seconds[plan]:
             times += of_round

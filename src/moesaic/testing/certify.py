@@ -223,7 +223,7 @@ class Situation:
 
 
 def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
-    """Choose the first top_k experts for every token."""
+    """Choose the first top_k experts for every token, however many experts there are."""
     return torch.arange(chosen.shape[1]).expand_as(chosen).contiguous()
 
 

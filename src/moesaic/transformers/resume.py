@@ -236,6 +236,7 @@ class Resumable:
         random.setstate(state["python"])
         np.random.set_state((algorithm, keys.numpy().astype("uint32"), *others))
         torch.set_rng_state(state["cpu"])
+        # states of another number of devices would not be those of the same ones
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
 
