@@ -312,8 +312,8 @@ class MemoryBudget:
         """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a
         rank, without replication."""
         bare = self.unreplicated
-        slices = self._cut(bare, None, call, rows)
-        if slices.num_slices == 1:  # it runs as a whole, whose result the caller holds
+        slices = self._cut(bare, replicated=None, call=call, limit=rows)
+        if slices.num_slices == 1:  # a whole call, without the sums to which slices add results
             peak = self.peak(bare, None, call)
         else:
             peak, _ = self._slices(bare, slices, call)

@@ -102,6 +102,7 @@ class ExpertLoad:
         rows = np.zeros((len(self.order), self.grid.ep))
         for ranks in self.ranks:
             origins = ranks.reshape(-1)
+            # (origins, ep, etp): whether a shard is on another node than the origin
             is_away = self.node[origins][:, None, None] != self.node[ranks][None]
             shards_away = is_away.sum(2)  # (origins, ep): every shard needs the row
             rows += self.copies[origins].T @ shards_away

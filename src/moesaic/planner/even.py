@@ -188,6 +188,7 @@ class Even(AbstractVolumes):
         digits = self._radix(layout)
         num_homes = digits.product(box_of(digits, layout).free_expert)
         num_experts = num_homes * self._experts_per_place(layout)
+        # equally many of each expert
         return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
 
     def shards(self, weights: Layout) -> float:

@@ -80,7 +80,8 @@ class Race:
         return drift > math.log1p(self._drift)
 
     def _end_round(self) -> None:
-        """Drop the slower half of the plans, or find that step times drifted."""
+        """Drop the slower half of the plans; from the second round on, also find out whether step
+        times have drifted since the round before."""
         if self._round:
             self.is_void = self._has_drifted()
         ranked = sorted(self.left, key=lambda plan: (self._median(plan), self.left.index(plan)))
@@ -125,7 +126,7 @@ class PairedSteps:
 
     @property
     def faster(self) -> int:
-        """The plan to run."""
+        """The plan to run: the winner if it was faster in most pairs, else the first one."""
         pairs = zip(self.seconds[self.winner], self.seconds[self._first])
         won = [winner_seconds < first_seconds for winner_seconds, first_seconds in pairs]
         if 2 * won.count(True) > PAIRS:

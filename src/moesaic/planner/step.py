@@ -1270,6 +1270,7 @@ class StepCostModel:
             is_inner = link.devices < per_node
             bypassed = self.cluster.peers and is_inner  # by direct links between devices
             carries_some = link.carries == "all" or (link.carries == "outside" and spans_nodes)
+            # a shared medium has no links out of a run
             if carries_some and not link.shared and link.devices <= per_node and not bypassed:
                 links.append(link)
         return links

@@ -115,7 +115,8 @@ class Resumable:
         return super().train(resume_from_checkpoint, *others, **options)  # type: ignore[misc]
 
     def _newest(self) -> str | bool:
-        """Return the newest undamaged checkpoint; True if there is none at all."""
+        """Return the newest undamaged checkpoint; True if there is none at all, of which `Trainer`
+        itself complains."""
         folder = Path(self.args.output_dir)
         if not CHECKPOINTS.listed(folder, typed=True):
             return True
