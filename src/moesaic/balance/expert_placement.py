@@ -408,7 +408,7 @@ def _with_permuted_places(crossing: np.ndarray, start: np.ndarray, stay: np.ndar
     np.add.at(rows, start, crossing)
     np.add.at(staying, (start, stay), 1)
 
-    # far less than rows count, and above 0 even if none cross
+    # no more than rounding errors of the rows, and above 0 even if none cross
     tie_breaker = SLACK * max(crossing.sum(), 1.0)
     _, place_of_group = linear_sum_assignment(rows - staying * tie_breaker)
     placement: np.ndarray = place_of_group[start]

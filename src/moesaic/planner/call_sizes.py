@@ -165,8 +165,8 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     if chunks == 1:
         return min(visiting_tokens, node_copies)
 
-    # Tokens with copies on both sides of a cut visit the node once more. These are the share of the
-    # tokens over which the copies of one token are spread: a distance times its unit.
+    # Tokens with copies on both sides of a cut visit the node once more: as large a share of the
+    # tokens as the copies of one are spread over, a number of standard deviations times one.
     cut_share = _copies_apart(workload, groups) * _spread_at_cuts(workload, chunks)
     visits = workload.tokens * (1 - missed_share + cut_share)
     # at most one visit for each copy, and one per chunk for each token

@@ -121,8 +121,8 @@ def rates_of(spec: ClusterSpec, dtype: str) -> DeviceRates:
 
 def sort_seconds(spec: ClusterSpec, copies: float) -> float:
     """Return the seconds in which a rank sorts copies of tokens by expert."""
-    seconds_per_copy = spec.device.sort_us_per_1000_copies * 1e-6 / 1000
-    return seconds_per_copy * copies
+    # from microseconds for a thousand copies to seconds for one
+    return spec.device.sort_us_per_1000_copies * 1e-9 * copies
 
 
 def router_seconds(

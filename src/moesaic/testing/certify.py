@@ -860,7 +860,7 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
         gradient_error = min(
             relative(router, share * factor * gradient, least=1e-2) for share in shares
         )
-        # NaN: all expected losses are 0, so that no factor can be told
+        # NaN: no factor can be told, as if all expected losses are 0
         error = torch.inf if math.isnan(factor) else max(loss_error, gradient_error)
         found.append(_Found(f"auxiliary loss over {scope}", error, factor))
     return min(found, key=lambda each: each.error)
