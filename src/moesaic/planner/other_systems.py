@@ -345,7 +345,7 @@ def fills_pipeline(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> bool
 def _runs(layout: OthersLayout, blocks: int) -> int:
     """Return the runs of layers per rank of a pipeline for a model of some blocks."""
     if layout.schedule in ("zb-v", "dualpipev"):
-        return 2
+        return 2  # one on each arm of the V
     if not layout.virtual_layers:
         return layout.virtual_pp
     layers_per_rank = math.ceil(blocks / layout.pp)

@@ -91,7 +91,7 @@ class Resumable:
         if args is None or not isinstance(model, PreTrainedModel):
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
             return
-        # else transformers refuses a sharded model here
+        # while save_only_model is False, transformers refuses a sharded model here
         save_only_model = args.save_only_model
         args.save_only_model = True
         try:
