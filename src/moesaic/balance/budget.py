@@ -125,8 +125,8 @@ class MemoryBudget:
         return compiled, replicated, slices
 
     def budget(self, call: CountedCall) -> int:
-        """Return the bytes that a call may hold on a rank; a subclass may let them depend on the
-        call."""
+        """Return the bytes that a call may hold on a rank: those of the plan, whatever the call. A
+        subclass may let them depend on it."""
         del call
         assert self.compiled.plan.memory_budget is not None
         return self.compiled.plan.memory_budget
@@ -211,7 +211,8 @@ class MemoryBudget:
         Both are without replication.
         """
         bare = self.unreplicated
-        busiest_rows = int(self._cut(bare, None, call, None).loads.max())
+        whole = self._cut(bare, replicated=None, call=call, limit=None)
+        busiest_rows = int(whole.loads.max())
         # as if bytes grew in proportion to rows, from those of a call without copies
         most_bytes = float(self.peak(bare, None, call).max())
         least_bytes = float(self.peak(bare, None, _without_copies(call)).max())
@@ -240,13 +241,13 @@ class MemoryBudget:
     ) -> Iterator[Cut]:
         """Yield cuts of a call whose slices fit the budget, that with the fewest slices first;
         nothing if no cut fits."""
-        whole = self._cut(compiled, replicated, call, None)
+        whole = self._cut(compiled, replicated, call, limit=None)
         whole_bytes = float(self.peak(compiled, replicated, call).max())
         if whole_bytes <= budget:
             yield whole
             return
         # what slices hold whatever their number of rows: more slices do not help against that
-        no_rows = self._cut(compiled, replicated, _without_copies(call), None)
+        no_rows = self._cut(compiled, replicated, _without_copies(call), limit=None)
         peaks_without_rows, _ = self._slices(compiled, no_rows, call)
         least_bytes = peaks_without_rows.max()
         if least_bytes >= budget:
@@ -311,8 +312,8 @@ class MemoryBudget:
         """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a
         rank, without replication."""
         bare = self.unreplicated
-        slices = self._cut(bare, None, call, rows)
-        if slices.num_slices == 1:  # it runs as a whole, whose result the caller holds
+        slices = self._cut(bare, replicated=None, call=call, limit=rows)
+        if slices.num_slices == 1:  # a whole call, without the sums to which slices add results
             peak = self.peak(bare, None, call)
         else:
             peak, _ = self._slices(bare, slices, call)

@@ -102,6 +102,7 @@ class ExpertLoad:
         rows = np.zeros((len(self.order), self.grid.ep))
         for ranks in self.ranks:
             origins = ranks.reshape(-1)
+            # (origins, ep, etp): whether a shard is on another node than the origin
             is_away = self.node[origins][:, None, None] != self.node[ranks][None]
             shards_away = is_away.sum(2)  # (origins, ep): every shard needs the row
             rows += self.copies[origins].T @ shards_away
@@ -129,7 +130,7 @@ class ExpertLoad:
         stays = place[self.order] == self.place[self.order]
         order = np.where(stays, self.order, -1)  # -1: a free slot
         for number in range(self.grid.ep):
-            # those of one place, as a view
+            # those of one place, as a view: what is written into it stands in `order`
             slots = order[number * per_place : (number + 1) * per_place]
             arriving = np.flatnonzero((place == number) & (self.place != number))
             slots[slots < 0] = arriving
@@ -227,7 +228,7 @@ class SmartMoE(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the greedy order if it lowers the load of the busiest place; otherwise the present
         order."""
-        equally_fast = np.ones_like(load.slowness)
+        equally_fast = np.ones_like(load.slowness)  # as published: it knows no speeds
         place = spread_by_load(load.weight, equally_fast, load.place)
         if load.busiest(place) < load.busiest(load.place):
             return load.order_at(place)
@@ -407,6 +408,7 @@ def _with_permuted_places(crossing: np.ndarray, start: np.ndarray, stay: np.ndar
     np.add.at(rows, start, crossing)
     np.add.at(staying, (start, stay), 1)
 
+    # no more than rounding errors of the rows, and above 0 even if none cross
     tie_breaker = SLACK * max(crossing.sum(), 1.0)
     _, place_of_group = linear_sum_assignment(rows - staying * tie_breaker)
     placement: np.ndarray = place_of_group[start]

@@ -237,11 +237,11 @@ class SampleLoad:
 
     def seconds(self, homes: Homes, intra: float, inter: float) -> float:
         """Return the modelled seconds of a placement, those of the slower kind of link (NetMoE,
-        section 3, equation 1).
+        section 3, equation 1), up to a factor that all placements have in common.
 
         Args:
-            intra: seconds per row within nodes, all nodes together.
-            inter: seconds per row between nodes.
+            intra: time of a row within a node, in the unit of the result.
+            inter: time of a row between nodes.
         """
         rows = self.volume(homes)
         return max(rows.intra * intra, rows.inter * inter)
@@ -575,7 +575,7 @@ class _Shifts:
     def _update(self, place: int) -> None:
         """Find the sample that leaves `place` at the least extra cost, for each other place."""
         members = np.flatnonzero(self._assigned == place)
-        if not len(members):
+        if not len(members):  # nobody can leave it
             self.cost[place] = _FAR
             return
         extra = self._costs[members] - self._costs[members, place, None]  # (members, places)

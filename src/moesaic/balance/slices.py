@@ -159,4 +159,5 @@ def cut(
         at_home = replicated.staying(copies)
         cells = np.concatenate([at_home[:, :, None], helped], axis=2)
     assert ((holders >= 0) | (cells == 0)).all(), "rows that no rank computes"
+    # cells that no rank computes, -1, have no rows, so they may as well be rank 0's
     return Cut(cells, np.maximum(holders, 0), limits)

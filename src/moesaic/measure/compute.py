@@ -75,7 +75,7 @@ def sharing(repeats: int, barrier: Callable[[], object]) -> float:
         start = time.monotonic()
         before = time.thread_time()
         while time.thread_time() - before < SPIN_SECONDS:
-            sum(range(1000))
+            sum(range(1000))  # any computation
         ratios.append((time.monotonic() - start) / (time.thread_time() - before))
     by_repeat = zip(*gathered(ratios))  # of each repeat, the ratios of all ranks
     means = [statistics.fmean(ratios_of_ranks) for ratios_of_ranks in by_repeat]
@@ -121,7 +121,7 @@ def median_seconds(
     function()  # the first call is slower
     start = time.thread_time()
     function()
-    seconds = max(time.thread_time() - start, 1e-6)
+    seconds = max(time.thread_time() - start, 1e-6)  # the clock may not have ticked
     num_calls = max(1, min(50, int(2e-3 / seconds)))  # about 2 ms per repeat, at most 50
     barrier()
     own_times = []

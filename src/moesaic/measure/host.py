@@ -42,7 +42,7 @@ from moesaic.routing.routing import Choice, Scores
 
 
 def _ignore(flops: float) -> None:
-    """Do nothing."""
+    """Do nothing: nobody wants to know what `IdleExperts` skip."""
 
 
 @final
@@ -294,6 +294,8 @@ class _Layer:
         self._dy = torch.ones(first.tokens, workload.dim)
 
     def step(self, calibration: Calibration) -> None:
+        """Run one forward and backward pass under a calibration layer's plan; the gradients are
+        dropped."""
         self.layer.use_plan(calibration.compiled)
         self.layer(self.x).backward(self._dy)
         self.x.grad = None
@@ -351,6 +353,7 @@ class Calibration:
     def routed(self) -> Workload:
         """The workload with the known visits of the balanced router."""
         workload = self.workload
+        # tokens that a rank routes: its slice of its group's, or all of them
         num_routed = self.tokens // self.mesh.tp if self.compiled.routes_slices else self.tokens
         chunks = self.compiled.plan.chunks
         known_visits = visits(
@@ -401,7 +404,7 @@ def _calibrations_of(
 
 def _grids(world: int, ranks_per_node: int) -> list[Grid]:
     """Return the meshes on which the host's times are measured."""
-    if world % 2:
+    if world % 2:  # tp and etp of two split only an even number of ranks
         return [Grid(world=world, ep=world, ranks_per_node=ranks_per_node)]
     return [
         Grid(world=world, tp=2, ep=world, ranks_per_node=ranks_per_node),

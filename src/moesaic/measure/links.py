@@ -28,7 +28,8 @@ Peers = tuple[int, ...]
 
 
 def _all_gather(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
-    """Gather the first part of a tensor from all peers."""
+    """Gather the first part of a tensor from all peers, so that the output is as long as the
+    tensor, by which `SIZES` counts an all-gather."""
     rows = len(whole) // len(peers)
     return all_gather_rows(transport, peers, whole[:rows], rows * len(peers))
 

@@ -88,6 +88,7 @@ class Attention(nn.Module):
     def reset_parameters(self) -> None:
         """Set the frequencies of the rotation, base^(-2i / width) for pair i; the modules inside
         have the parameters."""
+        # in float64 on the CPU, so that they are the same on every device
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         self.frequencies.copy_((self.base**-exponents).float())
 

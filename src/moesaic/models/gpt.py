@@ -90,6 +90,7 @@ def make_norm(dim: int, block: BlockConfig) -> Norm | LayerNorm:
     """Make a norm of a block's kind."""
     if block.norm == "rms":
         return Norm(dim, eps=block.norm_eps)
+    # unlike RMSNorm, torch's LayerNorm takes no None for its own default
     return LayerNorm(dim) if block.norm_eps is None else LayerNorm(dim, eps=block.norm_eps)
 
 

@@ -163,7 +163,9 @@ def operations(
         elements."""
         small_elements = elements(small_layer)
         slope = (seconds[name] - small_seconds[name]) / (elements(layer) - small_elements)
-        return Fit(alpha=max(small_seconds[name] - slope * small_elements, 0.0), beta=slope)
+        # a start-up cost is not negative, which rounding might make it
+        alpha = max(small_seconds[name] - slope * small_elements, 0.0)
+        return Fit(alpha=alpha, beta=slope)
 
     def exchanged(layer: Workload) -> float:
         """Return the input elements of a rank in an all-to-all."""

@@ -92,6 +92,7 @@ def speed_of(
     low, middle, high = SPEED_RATIOS
     least_longer, most_longer = longer
     tokens_per_second = simulated * middle
+    # without a data sheet's rate, the one that products reach
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,

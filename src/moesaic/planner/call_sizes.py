@@ -23,6 +23,7 @@ from moesaic.program.task import ONCE, Program
 
 def chunks_of(program: Program) -> int:
     """Return the number of chunks into which a program cuts each run of copies."""
+    # numbered from 0; chunks of replicated copies have words in place of numbers
     numbers = [slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)]
     return 1 + max(numbers, default=0)
 
@@ -155,7 +156,8 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     for probability, on_node in groups:  # experts of the token's groups that are on the node
         missed_probability = probability
         for drawn in range(workload.top_k):
-            # `reachable`: all experts of the groups that a token uses
+            # `reachable`: all experts of the groups that a token uses; 0 once those elsewhere are
+            # used up, so that the next one is on the node
             elsewhere = max(workload.reachable - on_node - drawn, 0)
             missed_probability *= elsewhere / (workload.reachable - drawn)
         missed_share += missed_probability
@@ -163,8 +165,9 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     if chunks == 1:
         return min(visiting_tokens, node_copies)
 
-    # tokens with copies on both sides of a cut visit the node once more
-    cut_share = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks)
+    # Tokens with copies on both sides of a cut visit the node once more: as large a share of the
+    # tokens as the copies of one are spread over, a number of standard deviations times one.
+    cut_share = _copies_apart(workload, groups) * _spread_at_cuts(workload, chunks)
     visits = workload.tokens * (1 - missed_share + cut_share)
     # at most one visit for each copy, and one per chunk for each token
     return min(visits, node_copies, visiting_tokens * chunks)
@@ -172,7 +175,7 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
 
 def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
     """Return the expected distance between the copies of a token on a node, in standard deviations
-    of one copy's place.
+    of one copy's place in its expert's run (`_spread_at_cuts`).
 
     This is the mean, over all tokens, of the expected range of as many normal variables as a token
     has copies on the node. Tokens with fewer than two copies there count as 0.
@@ -192,13 +195,16 @@ def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
     return distance
 
 
-def _width_of_cuts(workload: Workload, chunks: int) -> float:
-    """Return the standard deviation of a copy's place in its expert's run, as a share of the run,
-    summed over the cuts.
+def _spread_at_cuts(workload: Workload, chunks: int) -> float:
+    """Return how far from a cut, in its expert's run, a copy of a token at the cut lies: one
+    standard deviation, as a share of the run, summed over all cuts.
 
-    Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation
-    sqrt(x (1 - x) n).
+    A run has an expert's n copies in the order of their tokens. Of the n, x n belong to the first
+    share x of the tokens, with standard deviation sqrt(x (1 - x) n), by chance and for each expert
+    anew. So the copies of the token at share x lie about x n into their runs, some before a cut
+    there and some behind it. Every cut does this to other tokens, whose shares add up.
     """
+    # at least the copy whose place is asked for
     copies_per_expert = max(workload.copies / workload.num_experts, 1.0)
     shares_before_cut = [cut / chunks for cut in range(1, chunks)]
     return sum(sqrt(share * (1 - share) / copies_per_expert) for share in shares_before_cut)
@@ -269,4 +275,5 @@ def _node_tokens(
         expected = visits / chunks * even_chunk_visits / even_visits
     # a visit is for one copy of a token at least, and for all of them at most
     bounded = np.minimum(np.maximum(expected, chunk_copies / workload.top_k), chunk_copies)
-    return np.repeat(np.rint(bounded).astype(np.int64)[:, :, None], chunks, axis=2)
+    visits_per_chunk = np.rint(bounded).astype(np.int64)[:, :, None]
+    return np.repeat(visits_per_chunk, chunks, axis=2)  # the same in every chunk

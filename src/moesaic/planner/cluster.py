@@ -120,7 +120,8 @@ class Link:
         return min(self.gbps) * 1e9 / 8 * self.fabric_share(nodes)
 
     def fabric_share(self, nodes: int) -> float:
-        """Return the share of the rate that remains while `nodes` nodes are in use."""
+        """Return the share of the rate that remains while `nodes` nodes are in use: all of it up to
+        two nodes, then less by `fabric`."""
         return float((max(nodes, 2) / 2) ** -self.fabric)
 
 

@@ -121,6 +121,7 @@ def rates_of(spec: ClusterSpec, dtype: str) -> DeviceRates:
 
 def sort_seconds(spec: ClusterSpec, copies: float) -> float:
     """Return the seconds in which a rank sorts copies of tokens by expert."""
+    # from microseconds for a thousand copies to seconds for one
     return spec.device.sort_us_per_1000_copies * 1e-9 * copies
 
 

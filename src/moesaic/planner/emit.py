@@ -137,7 +137,7 @@ def _fields_of(given: list[Given]) -> dict[str, Any]:
         if not isinstance(make, Alone):
             values[field] = _flag_value(flag, make)
             continue
-        _check_single(flag, 0)
+        _check_single(flag, most=0)
         if make.yields:
             yielding[field] = make.value
         else:
@@ -404,7 +404,7 @@ def _flag_value(given: Given, make: Any) -> Any:
         if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
         return tuple(given.values)
-    _check_single(given, 1)
+    _check_single(given, most=1)
     if isinstance(make, dict):  # a table of words
         if value not in make:
             raise InputError(f"--flags: {flag}={value!r}: choose one of {', '.join(make)}")

@@ -188,6 +188,7 @@ class Even(AbstractVolumes):
         digits = self._radix(layout)
         num_homes = digits.product(box_of(digits, layout).free_expert)
         num_experts = num_homes * self._experts_per_place(layout)
+        # equally many of each expert
         return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
 
     def shards(self, weights: Layout) -> float:
@@ -321,7 +322,7 @@ class Even(AbstractVolumes):
             box = box_of(digits, layout)
             peers_box = box_of(digits, other)
             moved = self._per_actor(ranks, rows * pairs.count) + staying_rows
-            # how often a row of the slot is used, at most
+            # how often a row of the slot is used, at most; 1e-9: of a slot without rows, none is
             uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
             # digits in which rows here have different origins, and those of one peer the same one
             fixed_at_peers = peers_box.origin - peers_box.free_origin

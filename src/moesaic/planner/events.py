@@ -388,6 +388,7 @@ class Events:
     def _push(self, now: float, number: int, flow: _Flow) -> None:
         """Predict the end of a movement at its present speed, in place of earlier predictions."""
         flow.version += 1
+        # a movement that stands still ends far in the future, until its speed changes
         end = now + max(flow.left, 0.0) / max(flow.speed, 1e-12)
         heapq.heappush(self._heap, (end, _ARRIVED, number, flow.version))
 
@@ -474,7 +475,12 @@ class _Contested:
 
 def _level(wants: list[Use], spare: float) -> float:
     """Return the largest part of a link that any message gets, if each movement gets its demand up
-    to that limit."""
+    to that limit; infinity if all of their demand fits.
+
+    Args:
+        wants: demand of the movements whose speed is not fixed.
+        spare: part of the link that is left for them.
+    """
     unused = max(spare, 0.0)
     messages = sum(use.messages for use in wants)
     # those that want least per message first; what they leave is shared by the others

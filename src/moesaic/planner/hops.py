@@ -259,6 +259,7 @@ class _AnyPlaces(NodeMap):
         return _Rank(_known(node, _Node), local)
 
     def like(self, node: Any, other: Any, size: int) -> Any:
+        """Return the node in the group of `node` with the place that `other` has in its own."""
         if size != self._group_size:
             raise TypeError("groups of another size than the link's")
         return _Node(_known(node, _Node).group, _known(other, _Node).place)

@@ -240,7 +240,8 @@ class HubShape(ModelShape):
     """Size of the vocabulary."""
 
     def check_heads(self) -> None:
-        """Accept heads of any width."""
+        """Accept heads of any width: our own block, for which `ModelShape` checks them, is not
+        built."""
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether block `layer`, counted from 0, has an MoE layer."""
@@ -249,6 +250,8 @@ class HubShape(ModelShape):
     @property
     def around(self) -> dict[str, float]:
         """Fields of `StepModel` about the parts of a step outside MoE layers."""
+        # a product and a sum for each column and key; `score_width` counts keys in halves of a
+        # sequence
         scores = 2 * self.score_width * self.seq_len / 2
         return {**self.attention, "score_operations": scores, "embeddings": 1 if self.tied else 2}
 

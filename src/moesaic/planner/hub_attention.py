@@ -111,6 +111,7 @@ class LowRankAttention:
     @property
     def parameters(self) -> float:
         """Parameters into the low ranks, out of them, and of the last product."""
+        # into their low rank, or whole if they have none
         queries = self.dim * self.query_rank or self.heads * self.head_dim * self.dim
         keys_and_values = self.dim * (self.rank + self.rope)
         return self.up_parameters + queries + keys_and_values + self.heads * self.value * self.dim

@@ -147,6 +147,7 @@ def _task_of(program: Program, place: _Place) -> Task:
         return Task(
             name=f"between {place.micro_batch} {place.layer}",
             op=Op.ADD,  # stands for any computation
+            # of layer -1, before the first one, nothing is written, and so nothing is waited for
             reads=in_call(program.outputs, place.layer - 1),
             writes=in_call(program.inputs, place.layer),
             stage=Stage.EXPERT,

@@ -123,7 +123,8 @@ def memory_under_skew(
 
 
 def on_replica(compiled: Compiled, cluster: ClusterSpec) -> Compiled:
-    """Return a plan compiled for one replica of the experts, on whole nodes."""
+    """Return a plan compiled for one replica of the experts, on whole nodes and in whole
+    tensor-parallel groups: the ranks of the largest of the three."""
     grid = compiled.grid
     replica_ranks = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
     return replace(compiled, grid=replace(grid, world=min(replica_ranks, grid.world)))

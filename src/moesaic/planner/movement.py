@@ -77,8 +77,8 @@ class AbstractVolumes(AbstractRowsMoved, AbstractRowCounts, ABC):
 
     @cached_property
     def movements_known(self) -> dict[int, tuple[Program, list[list[Movement]]]]:
-        """The movements of each program so far, by its identity, which the program beside them
-        keeps from other ones."""
+        """The movements of each program so far, by its `id`; the program is kept beside them, so
+        that no other one gets this number."""
         return {}
 
     @cached_property

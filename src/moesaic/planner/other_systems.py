@@ -274,7 +274,8 @@ class _Ranks:
         return estimate.seconds
 
     def step(self) -> PlannedStep:
-        """Return the step of the busiest rank."""
+        """Return the predicted step: the time of the busiest rank, and the memory of the rank that
+        needs most, which may be another one."""
         slowest, estimate = self._slowest
         return PlannedStep(
             plan=self.compiled.plan,
@@ -344,7 +345,7 @@ def fills_pipeline(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> bool
 def _runs(layout: OthersLayout, blocks: int) -> int:
     """Return the runs of layers per rank of a pipeline for a model of some blocks."""
     if layout.schedule in ("zb-v", "dualpipev"):
-        return 2
+        return 2  # one on each arm of the V
     if not layout.virtual_layers:
         return layout.virtual_pp
     layers_per_rank = math.ceil(blocks / layout.pp)
@@ -391,7 +392,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
         models.append(
             replace(
                 model,
-                num_layers=max(sum(lengths), 1),
+                num_layers=max(sum(lengths), 1),  # as `StepModel` requires
                 recomputed_blocks=_recomputed_blocks(layout, lengths),
                 sparse_layers=int(sum(blocks_of_runs[number].sum() for number in numbers)),
                 vocab=whole.vocab if has_embedding or has_output else 0,

@@ -62,6 +62,7 @@ class Race:
         return {plan: self._median(plan) for plan in self.seconds if self.seconds[plan][0]}
 
     def _median(self, plan: int) -> float:
+        """Return the low median of a plan's step times in all rounds."""
         times: list[float] = []
         for of_round in self.seconds[plan]:
             times += of_round
@@ -79,7 +80,8 @@ class Race:
         return drift > math.log1p(self._drift)
 
     def _end_round(self) -> None:
-        """Drop the slower half of the plans, or find that step times drifted."""
+        """Drop the slower half of the plans; from the second round on, also find out whether step
+        times have drifted since the round before."""
         if self._round:
             self.is_void = self._has_drifted()
         ranked = sorted(self.left, key=lambda plan: (self._median(plan), self.left.index(plan)))
@@ -124,7 +126,7 @@ class PairedSteps:
 
     @property
     def faster(self) -> int:
-        """The plan to run."""
+        """The plan to run: the winner if it was faster in most pairs, else the first one."""
         pairs = zip(self.seconds[self.winner], self.seconds[self._first])
         won = [winner_seconds < first_seconds for winner_seconds, first_seconds in pairs]
         if 2 * won.count(True) > PAIRS:

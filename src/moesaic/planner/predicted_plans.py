@@ -222,7 +222,7 @@ def find_layouts(
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         _, usual_gbps, _ = GBPS[on_cpu]
         simulator = Simulator(assumed_cluster(grid, gbps or usual_gbps, on_cpu=on_cpu))
-    settings = Settings(
+    settings = Settings(  # many plans are kept, since several may be of one layout
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )
     job = job_of(config, source="planner")

@@ -72,6 +72,8 @@ longer found no better plan."""
 LOSSY: tuple[Codec, ...] = tuple(CODECS)
 """Codecs that are searched, forward and backward, if losses are allowed."""
 _MANY = 1 << 20
+"""Rows and columns of a message so large that what codecs send per message, row or column hardly
+counts."""
 COMPRESSION = float(
     max(
         math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size))
@@ -879,7 +881,8 @@ def neighbours(
 
 
 def _is_not_in(avoided: set[tuple[str, Any]], name: str, value: Any) -> bool:
-    """Return whether a choice is none of some."""
+    """Return whether a choice, by its name and value, is none of those to avoid: `keep` of
+    `neighbours`."""
     return (name, value) not in avoided
 
 

@@ -454,7 +454,7 @@ class _Blocks(NamedTuple):
             num_layers=self.layers,
             sparse_layers=self.sparse,
             vocab=whole.vocab if self.has_table else 0,
-            embeddings=1,
+            embeddings=1,  # the embedding or the output: they are on different stages
             outputs=whole.outputs if self.is_last else 0,
         )
 
@@ -462,7 +462,7 @@ class _Blocks(NamedTuple):
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     """Return the blocks of several parts as one."""
     return _Blocks(
-        sum(part.layers for part in parts),
+        layers=sum(part.layers for part in parts),
         sparse=sum(part.sparse for part in parts),
         has_table=any(part.has_table for part in parts),
         is_last=any(part.is_last for part in parts),

@@ -695,6 +695,7 @@ class StepCostModel:
 
     @property
     def _around_seconds(self) -> float:
+        """Seconds of a micro-batch outside the programs of MoE layers."""
         return sum(self.around.values())
 
     @property
@@ -987,7 +988,7 @@ class StepCostModel:
             load = self._node.all_reduce_load(parameters * self._gradient_bytes, stride, shards)
             total += count * load.alone / 2
             level_busy: dict[str, float] = {}
-            for link, seconds in zip(load.links, load.seconds):
+            for link, seconds in zip(load.links, load.seconds):  # the busiest of a level counts
                 level = self.simulator.level_of(names[int(link)])
                 level_busy[level] = max(level_busy.get(level, 0.0), float(seconds) / 2)
             for level, seconds in level_busy.items():
@@ -1169,6 +1170,7 @@ class StepCostModel:
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
         # if there are several copies of the shards, each is sharded over so many fewer ranks
         copies, expert_copies = self.replicas
+        # cut by ep and etp, and sharded over edp: all ranks together
         experts = self.model.expert_parameters / self.grid.world
         return copies * dense / self.grid.dp + expert_copies * experts
 
@@ -1268,6 +1270,7 @@ class StepCostModel:
             is_inner = link.devices < per_node
             bypassed = self.cluster.peers and is_inner  # by direct links between devices
             carries_some = link.carries == "all" or (link.carries == "outside" and spans_nodes)
+            # a shared medium has no links out of a run
             if carries_some and not link.shared and link.devices <= per_node and not bypassed:
                 links.append(link)
         return links

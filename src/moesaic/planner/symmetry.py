@@ -115,7 +115,8 @@ class Digits:
 
     def axis(self, axis: Axis) -> frozenset[int]:
         """Return the digits of an axis."""
-        replica = self.grid.ep * self.grid.etp  # ranks of a replica of the experts
+        # "node" and "local" are the nodes of a replica of the experts, and its ranks on one of them
+        replica = self.grid.ep * self.grid.etp
         if axis == "node":
             return self.within(self.per_node, max(replica, self.per_node))
         if axis == "local":

@@ -70,7 +70,7 @@ class Load:
     @cached_property
     def use(self) -> dict[int, Use]:
         """The demand for each link, by its number."""
-        parts = self.seconds / (self.longest or 1.0)
+        parts = self.seconds / (self.longest or 1.0)  # 1: no link is in use
         demands = map(Use, parts.tolist(), self.messages.tolist())
         return dict(zip(self.links.tolist(), demands))
 
@@ -476,6 +476,7 @@ class Topology:
         """Return the number of blocks whose messages one of these links carries."""
         if not self._folded:
             return 1
+        # as many as are behind the link and in use, or the one whose part is behind it
         return max(1, min(link.devices // self._devices, self.world // self.block))
 
     def _rate(self, link: Link, unit: int) -> float:

@@ -152,6 +152,7 @@ def skewed_counts(groups: int, workload: Workload, *, ep: int, max_vio: float) -
     shares = np.full(workload.num_experts, 1 + max_vio) / workload.num_experts
     num_hot = workload.num_experts // ep
     num_others = workload.num_experts - num_hot
+    # with one ep rank there are no others, and nothing is assigned
     shares[num_hot:] = (1 - shares[:num_hot].sum()) / max(num_others, 1)
     return _rounded(np.tile(shares, (groups, 1)), workload)
 

@@ -176,7 +176,8 @@ def _draw(
         nticks=None,
         range=[-0.5, len(rows) - 0.5],
     )
-    chart.update_xaxes(range=[0, rounded(until / length) or 1], showgrid=True)
+    end = rounded(until / length) or 1  # of an empty timeline
+    chart.update_xaxes(range=[0, end], showgrid=True)
     chart.update_layout(
         barmode="overlay",
         bargap=0.25,
@@ -301,7 +302,7 @@ def _shares_of(job: Job) -> dict[str, int]:
     forwards = 2 if model.checkpoint_activations else 1
     return {
         "attention": (2 + forwards) * model.num_layers,
-        "dense": (2 + forwards) * max(num_dense, 1),
+        "dense": (2 + forwards) * max(num_dense, 1),  # a divisor; without any, none is drawn
         "shared experts": (2 + forwards) * num_sparse,
         "parameters": 2 * model.num_layers,  # before and after each block
         "routing": num_sparse,

@@ -166,7 +166,7 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None, *, typed: bo
     """
     with damage_as_input_error(runs[0].folder):
         text = report_text(runs, Drawn())
-    typed = typed and out is not None
+    typed = typed and out is not None  # nobody types the usual path
     return save_page(text, out or runs[0].folder / "report.html", typed=typed)
 
 

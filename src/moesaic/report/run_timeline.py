@@ -68,7 +68,7 @@ def _span(
         "ph": "X",
         "name": name,
         "ts": start * 1e6,
-        "dur": max(seconds, 0.0) * 1e6,
+        "dur": max(seconds, 0.0) * 1e6,  # a line may have fewer seconds than the one before
         "pid": run,
         "tid": rank,
         "args": details,

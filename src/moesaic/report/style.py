@@ -220,7 +220,7 @@ def load_shares(
         most_columns: largest number of steps to return. If there are more, the loads of
             neighbouring steps are added up.
     """
-    group_size = math.ceil(len(loads) / most_columns) or 1
+    group_size = math.ceil(len(loads) / most_columns) or 1  # 1 without loads, as `range` needs
     last_steps: list[int] = []
     shares: list[list[float | None]] = []
     for first in range(0, len(loads), group_size):

@@ -102,7 +102,7 @@ def _encoded(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor] | None)
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float):
+    if isinstance(value, float):  # NumPy's float64 too, as Python's
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if kind is list or kind is tuple:
         items = []

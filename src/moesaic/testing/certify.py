@@ -223,7 +223,7 @@ class Situation:
 
 
 def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
-    """Choose the first top_k experts for every token."""
+    """Choose the first top_k experts for every token, however many experts there are."""
     return torch.arange(chosen.shape[1]).expand_as(chosen).contiguous()
 
 
@@ -860,6 +860,7 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
         gradient_error = min(
             relative(router, share * factor * gradient, least=1e-2) for share in shares
         )
+        # NaN: no factor can be told, as if all expected losses are 0
         error = torch.inf if math.isnan(factor) else max(loss_error, gradient_error)
         found.append(_Found(f"auxiliary loss over {scope}", error, factor))
     return min(found, key=lambda each: each.error)

@@ -51,6 +51,8 @@ def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
     from moesaic.testing.certify import Rank
 
     def run(function: Callable[[Rank], T]) -> list[T]:
+        """Call the function on all ranks, each with its own rank, and return the results."""
+
         def rank(transport: AbstractTransport) -> T:
             return function(Rank(Mesh(moe_mesh, transport)))
 

@@ -116,20 +116,21 @@ def locality(samples: np.ndarray, top_k: int) -> float:
     # ordered pairs of copies: of two tokens of one sequence, and of two sequences
     pairs_within = (totals * (totals - top_k)).sum()
     pairs_across = totals.sum() ** 2 - (totals**2).sum()
-    if pairs_within <= 0 or pairs_across <= 0:
+    if pairs_within <= 0 or pairs_across <= 0:  # sequences of one token, or a single sequence
         return 0.0
     # Of these, the share with the same expert: w and b above. A token's copies go to different
     # experts, so of the pairs in a sequence only those of a copy with itself are taken away.
     within = (squares - totals.sum()) / pairs_within
     between = ((of_experts**2).sum() - squares) / pairs_across
     largest = 1 / top_k
+    # all sequences have the same `top_k` experts, so that none can have its own
     if between >= largest - 1e-9:
         return 0.0
     return float((within - between) / (largest - between))
 
 
 def _shares(loads: np.ndarray) -> np.ndarray:
-    """Return loads as shares of their sum over experts."""
+    """Return loads as shares of their sum over experts; 0 where this is 0."""
     shares: np.ndarray = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     return shares
 

@@ -116,7 +116,8 @@ class MoesaicEP(EPImplementation):
         return self.run(hidden_states, top_k_index.long(), top_k_weights)
 
     def exchange(self) -> None:
-        """Run the experts with the adapters that they have now. All ranks call it together."""
+        """Let the next calls run the experts with the adapters that these have now. All ranks call
+        it together."""
         experts = self._experts()
         assert experts is not None
         self.run.exchange(self._spread(experts))

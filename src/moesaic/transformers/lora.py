@@ -350,7 +350,7 @@ def factor_part(name: str, tensor: Tensor, experts: int, ranks: int, place: int)
 def whole_factor(name: str, joined: Tensor, experts: int, ranks: int) -> Tensor:
     """Return a factor of all experts, as PEFT keeps it, from the ranks' parts side by side;
     arguments as for `factor_part`."""
-    if name == "lora_A":
+    if name == "lora_A":  # (E r, in): the experts of one rank follow those of another
         return joined
     parts = joined.view(len(joined), ranks, -1, experts // ranks)  # (out, ranks, r, own experts)
     return parts.transpose(1, 2).reshape(len(joined), -1)

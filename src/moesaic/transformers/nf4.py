@@ -189,5 +189,6 @@ def four_bit_weights(module: Any) -> tuple[str, ...]:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     if not all(name in module._parameters for name in names):
         return ()
+    # weights that are in NF4 already have a dtype that `refusal` refuses
     is_quantized = hasattr(module, "moesaic_whole_shapes")
     return names if is_quantized or refusal(module) is None else ()

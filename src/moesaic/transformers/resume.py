@@ -91,7 +91,7 @@ class Resumable:
         if args is None or not isinstance(model, PreTrainedModel):
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
             return
-        # else transformers refuses a sharded model here
+        # while save_only_model is False, transformers refuses a sharded model here
         save_only_model = args.save_only_model
         args.save_only_model = True
         try:
@@ -115,7 +115,8 @@ class Resumable:
         return super().train(resume_from_checkpoint, *others, **options)  # type: ignore[misc]
 
     def _newest(self) -> str | bool:
-        """Return the newest undamaged checkpoint; True if there is none at all."""
+        """Return the newest undamaged checkpoint; True if there is none at all, of which `Trainer`
+        itself complains."""
         folder = Path(self.args.output_dir)
         if not CHECKPOINTS.listed(folder, typed=True):
             return True
@@ -236,6 +237,7 @@ class Resumable:
         random.setstate(state["python"])
         np.random.set_state((algorithm, keys.numpy().astype("uint32"), *others))
         torch.set_rng_state(state["cpu"])
+        # states of another number of devices would not be those of the same ones
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
 

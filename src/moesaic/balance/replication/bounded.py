@@ -44,7 +44,7 @@ def rows_for_weights(load: CallLoad) -> int:
     The memory of a row is that at the peak: input, both gradients, and the hidden units of each
     matrix.
     """
-    matrices = Rates().matrices
+    matrices = Rates().matrices  # as usual: loads do not say how many there are
     weight_values = load.units * load.dim * matrices
     row_values = 3 * load.dim + matrices * load.units
     return -(-weight_values // row_values)  # rounded up

@@ -188,6 +188,7 @@ class ReplicaLinks:
         """Return the numbers of the links of one kind, (2, ep, ep) int64: those out of each place
         from 0, those into each from ep."""
         ep = len(self.origins)
+        # places whose first ranks share a link have the same number
         _, link = np.unique(self.origins[:, 0] // ranks_per_link, return_inverse=True)
         out_of_place, into_place = np.broadcast_arrays(link[:, None], ep + link[None, :])
         return np.stack([out_of_place, into_place])

@@ -87,7 +87,7 @@ def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
     for _ in range(slots - len(loads)):
         # -1 for an expert that all places hold
         load_per_replica = np.where(num_replicas < ep, loads / num_replicas, -1.0)
-        if load_per_replica.max() <= 0:
+        if load_per_replica.max() <= 0:  # no expert with copies may have another one
             break
         num_replicas[int(load_per_replica.argmax())] += 1
     return num_replicas

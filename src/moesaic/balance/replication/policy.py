@@ -113,14 +113,14 @@ class AbstractReplicationPolicy(ABC):
         """Return the plans whose programs calls may run, by name: first one that replicates
         nothing, then one that does.
 
-        Further plans are left out if they do not compile.
+        Further plans are left out if they do not compile. These two do not depend on the mesh.
         """
         del grid
         return {ALONE: replace(plan, replication=NO_REPLICATION), REPLICATED: plan}
 
     def start(self, plans: Mapping[str, Plan]) -> AbstractChooser:
         """Return what decides for the calls of one layer, given the plans of the programs that it
-        may run."""
+        may run. Here that is `decide` alone, which needs no plans."""
         del plans
         return _ByTable(self)
 

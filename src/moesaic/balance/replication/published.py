@@ -40,7 +40,12 @@ class ShadowRates:
 
     def shadowed(self, computed: np.ndarray, shadows: int) -> float:
         """Return the seconds with shadows (eq. 8): no copy travels, but the weights of every shadow
-        do."""
+        do.
+
+        Args:
+            computed: (places,), copies that each place computes.
+            shadows: their number.
+        """
         return float(computed.max()) * self.copy + shadows * self.weights
 
 

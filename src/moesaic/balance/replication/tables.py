@@ -91,11 +91,12 @@ def shadows(
     if not len(place):
         return NOTHING
     amount = replica.copies[place, expert]
-    seconds = _prefix_seconds(replica, place, expert, amount)  # [n]: of the first n pairs
-    if whole:  # no prefix that ends within the pairs of one expert
-        # of all prefixes but the empty and the whole one: are its last pair and the next of one?
-        is_within_expert = expert[1:] == expert[:-1]
-        seconds[1:-1][is_within_expert] = np.inf
+    # `seconds` and `most_held`: [n] is of the first n pairs, from none to all of them
+    seconds = _prefix_seconds(replica, place, expert, amount)
+    if whole:  # all pairs of an expert or none: no prefix may end among those of one
+        lengths = np.arange(1, len(expert))  # without the empty prefix and that of all pairs
+        ends_within = expert[lengths - 1] == expert[lengths]  # its last pair and the next one
+        seconds[lengths[ends_within]] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
     prefix = slice(end)
     return Replications(
@@ -138,7 +139,7 @@ def _hot_pairs(away: np.ndarray, threshold: float, at_most: int) -> tuple[np.nda
     """Return the (place, expert) pairs with most copies, from a threshold on; pairs with more
     copies come first."""
     copies = away.reshape(-1)
-    hot = np.flatnonzero(copies >= max(threshold, 1.0))
+    hot = np.flatnonzero(copies >= max(threshold, 1.0))  # never pairs without copies
     hot = hot[np.argsort(-copies[hot], kind="stable")]
     place, expert = np.divmod(hot, away.shape[1])
     place, expert, _ = _fitting(place, expert, len(away), at_most)
@@ -166,7 +167,9 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
     coldest = int(shadowed.min())
     # in ascending order, the last one before those that are shadowed
     index = len(copies) - len(shadowed) - 1
-    hottest_other = int(np.partition(copies, index)[index]) if index >= 0 else 0
+    hottest_other = 0  # if all are shadowed
+    if index >= 0:
+        hottest_other = int(np.partition(copies, index)[index])
     # at most the coldest one, which must reach the threshold
     return (coldest + min(hottest_other, coldest)) / (2 * total)
 
@@ -182,8 +185,8 @@ def _away(replica: ReplicaLoad) -> np.ndarray:
 def _ranked(
     replica: ReplicaLoad, at_most: int, tries: int, whole: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (place, expert) pairs in the order of replication, and for every prefix the most
-    experts on one place."""
+    """Return (place, expert) pairs in the order of replication, and for every prefix of them, from
+    the empty one on, the most experts on one place."""
     away = _away(replica)
     ep, num_experts = away.shape
     copies = away.reshape(-1)  # pair p is that of place p // num_experts
@@ -202,8 +205,8 @@ def _ranked(
 def _fitting(
     place: np.ndarray, expert: np.ndarray, ep: int, at_most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first `at_most` pairs of each place, and for every prefix of these the most
-    experts on one place."""
+    """Return the first `at_most` pairs of each place, and for every prefix of these, from the empty
+    one on, the most experts on one place."""
     is_at = place[:, None] == np.arange(ep)[None, :]  # (pairs, ep)
     # how many pairs of the same place there are up to each pair
     number = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
@@ -245,7 +248,8 @@ def _prefix_seconds(
     spared = amount[:, None] * links.busy_by(place, owner)
     tokens = _largest_of_prefixes(links.busy(rows), -spared)
 
-    # but weights do, first to the relay unless an earlier pair has brought them there
+    # but weights do, first to the relay unless an earlier pair has brought them there; without
+    # relays the owner stands for it, to which nothing travels
     relay = owner if links.via is None else links.via[owner, place]
     # `unique` finds the first pair of each expert and relay
     _, first_to_relay = np.unique(expert * ep + relay, return_index=True)
@@ -260,13 +264,14 @@ def _largest_of_prefixes(start: np.ndarray | float, changes: np.ndarray) -> np.n
     """Return the largest of some values after every prefix of their changes, (n + 1,).
 
     Args:
-        start: (values,), before any change.
+        start: (values,), before any change, or one number for all of them.
         changes: (n, values).
     """
     sums = np.empty((len(changes) + 1, changes.shape[1]))
     sums[0] = start
     np.cumsum(changes, axis=0, out=sums[1:])
     sums[1:] += sums[0]
+    # rounding may leave a little less than 0 where the changes take everything away
     largest: np.ndarray = sums.max(1, initial=0.0)
     return largest
 
@@ -295,8 +300,8 @@ def spills(
     if (loads <= limits).all():
         return NOTHING
 
-    groups = [np.arange(ep)]
-    if near_first:
+    groups = [np.arange(ep)]  # places that exchange copies, group after group
+    if near_first:  # those of each node, and then all of them
         nodes = replica.links.nodes
         groups = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] + groups
     replications = NOTHING
@@ -419,8 +424,8 @@ def from_origins(
     helpers: np.ndarray,
     replicated: np.ndarray,
 ) -> Replications:
-    """Return replications with their origins: the helper's own copies are taken first, those of the
-    expert's home last.
+    """Return replications with their origins: the helper's own copies are taken first, which then
+    need not travel, and those of the expert's home last, which travel only if they are taken.
 
     Args:
         replica: the load of one replica of the experts.

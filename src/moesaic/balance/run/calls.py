@@ -127,7 +127,7 @@ class BalancedCalls(AbstractCallPolicy):
         replicated = None
         if self._chooser is not None:
             decision: CallDecision | None = self._decided_by_call.get(record.by_rank)
-            if decision is None:
+            if decision is None:  # not a recomputation, which repeats that of its forward pass
                 decision = self._chooser.choose(self._load(call.copies, call.units))
                 self._note(record, decision)
             compiled = self.programs[decision.program]

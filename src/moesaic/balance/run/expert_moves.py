@@ -158,6 +158,7 @@ def _belongings(
         for key, value in sorted(state.get(tensor, {}).items()):
             if isinstance(value, Tensor):
                 yield f"{name}.{key}", value
+            # numbers and words are of all experts, and stay where they are
             elif value is not None and not isinstance(value, int | float | str):
                 raise InputError(
                     f"place_experts: the optimizer keeps a {type(value).__name__} as its {key}, "

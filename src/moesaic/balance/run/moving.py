@@ -308,6 +308,7 @@ def _own_copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> _O
         token = token[sent]
         slot = slot[sent]
         gates = gates[sent]
+    # a number for each copy that sorts by slot first, then by token
     by_slot_and_token = slot * max(routing.num_tokens, 1) + token
     order = by_slot_and_token.argsort(stable=True)
     return _OwnCopies(token[order], slot[order], gates[order])

@@ -140,7 +140,8 @@ def _exchange(
             arriving_rows[peer] = arriving
             receives[peer] = x.new_empty(len(arriving), *x.shape[1:])
 
-    if x.shape[1:].numel() and (sends or receives):
+    has_values = x.shape[1:].numel() > 0  # rows without values are not sent
+    if has_values and (sends or receives):
         transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
     for peer, arriving in arriving_rows.items():
         out[arriving] = receives[peer]
@@ -399,6 +400,7 @@ class SampleTrip:
         number = len(self.moves) + 1
         assert number <= len(self._followings), "more MoE layers than the trip was started for"
         is_last = number == len(self._followings)
+        # in a pass that rests no sample has left home, so "home" is where it stays
         goes_home = self._rests or (is_last and self.relocator.ends_home)
         move = SampleMove(
             self.relocator,

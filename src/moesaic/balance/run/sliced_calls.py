@@ -265,7 +265,7 @@ def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
     saved = ctx.saved_tensors
     start = ctx.num_inputs
     kept = []
-    ctx.maybe_clear_saved_tensors()
+    ctx.maybe_clear_saved_tensors()  # so that memory is freed slice by slice, as values are used
     for layout in ctx.layouts:  # name, number of tensors and constructor of each kept value
         size = sum(length for _, length, _ in layout)
         kept.append(by_name(saved[start : start + size], layout))
