@@ -344,8 +344,8 @@ class _Walk:
         return to_send, to_receive, not joined and received.is_whole
 
     def _summand_bytes(self, name: str) -> Bytes:
-        """Return the largest bytes that a summand, given by its slot, has in a stack of what an ADD
-        task sums: sums go tensor by tensor (`runtime/tasks.py`, `_add_values`)."""
+        """Return the bytes of a summand of an ADD task, given by its slot, in the stack that is
+        summed; of parameters, which are summed one after the other, those of the largest."""
         slot = self.slots[name]
         experts = self.experts
         writer = self._writers.get(name)
