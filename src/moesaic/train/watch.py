@@ -84,12 +84,12 @@ class Position:
 class _Seen:
     """What the watch of a rank has seen up to its last round."""
 
+    at_seconds: float
+    """The time of the round, or of the start before the first one."""
     place: tuple[str, list[int], list[tuple[int, int]]] | None = None
     """What `Watch._place` returned; None before the first round."""
     num_bytes: int = 0
     """Bytes that the process had read and written."""
-    at_seconds: float = field(default_factory=time.monotonic)
-    """The time of the round."""
     still_seconds: float = 0.0
     """How long this rank has not moved, while no rank made progress in a long function."""
     progress: int = 0
@@ -217,7 +217,7 @@ class Watch:
         """Watch until stopped: in each round, tell the others that this rank lives, and end the run
         if it stood still for too long, if a rank gave the run up, or if nobody answers."""
         beats = 0
-        seen = _Seen()
+        seen = _Seen(at_seconds=time.monotonic())
         while not self._stopped.wait(self._pause):
             beats = beats + 1
             makes_progress = self._look(seen)
