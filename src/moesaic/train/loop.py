@@ -408,8 +408,8 @@ class Trainer:
         # the last micro-batch's backward pass reduces the gradients of all
         for micro in micro_batches(model, num_micro_batches, hold=state.hold):
             tokens, targets = self._batch(micro)
-            records_routing = self.routing.call(state.step, micro, again=again)
-            with records_routing, autocast(state.device, state.dtype):
+            recording = self.routing.call(state.step, micro, again=again)  # or replaying
+            with recording, autocast(state.device, state.dtype):
                 output = model(tokens, targets)
             assert output.loss is not None
             part_of_mean = output.loss / num_micro_batches
