@@ -21,7 +21,7 @@ whose parameters FSDP2 gathers together; *replicas* are groups of ranks that eac
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.experts import StackedExperts
+from moesaic.experts.experts import AbstractExperts, StackedExperts
 from moesaic.experts.modules import copies_of
 from moesaic.experts.replaced_parameters import owned_parameters
 from moesaic.layer import MoE
@@ -216,42 +216,56 @@ def _shard_over_data(
     """Do the work of `shard_over_data`, except for noting which parameters it replaces."""
     dp = mesh.grid.dp
     edp = mesh.grid.edp
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    experts_of_layers = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
+    # the ranks over which FSDP2 shards; None: over none, since the axis has one rank, or since the
+    # mesh only replicates over it
     over_dp = mesh.data_mesh("dp") if dp > 1 else None
     over_edp = mesh.data_mesh("edp") if edp > 1 else None
+    # every gradient is a sum over all tokens, and becomes the mean over the dp groups
     shard = partial(_shard, divide_by=dp, replica_dtype=replica_dtype)
-    for layer in layers:
+    for experts in experts_of_layers:
         if over_edp is not None:
-            gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
-            shard(layer.experts, over_edp, dtype=gather_dtype)
+            gather_dtype = dtype if isinstance(experts, StackedExperts) else None
+            shard(experts, over_edp, dtype=gather_dtype)
             # give FSDP2's parameters the hooks and attributes of those that they replace
-            layer.experts.mark_all()
-        elif edp == 1 and dp > 1:  # nobody sums these gradients, but they are divided by dp too
-            layer.experts.mark(partial(_divide_gradient, dp=dp))  # calls it on each parameter
+            experts.mark_all()
+        elif edp == 1 and dp > 1:  # one rank has the whole sum: it is only divided
+            experts.mark(partial(_divide_gradient, dp=dp))  # calls it on each parameter
 
-    # the mesh gives no data mesh for what it only replicates
-    has_whole_experts = over_edp is None and edp > 1
-    has_whole_dense = over_dp is None and dp > 1
-    if has_whole_dense or has_whole_experts:
+    replicates_dense = over_dp is None and dp > 1
+    replicates_experts = over_edp is None and edp > 1
+    if replicates_dense or replicates_experts:
         Replicas(
-            model, mesh, dense=has_whole_dense, experts=has_whole_experts, dtype=replica_dtype
+            model, mesh, dense=replicates_dense, experts=replicates_experts, dtype=replica_dtype
         ).attach()
-    if over_dp is None:
-        return
+    if over_dp is not None:
+        _shard_dense(
+            (*units, model),
+            partial(shard, mesh=over_dp),
+            experts_of_layers,
+            experts_are_units=over_edp is not None,
+        )
 
-    # experts are in units of their own or, if nothing shards them, in none
-    in_units: set[nn.Parameter] = set()
-    for layer in layers:
-        in_units |= set(layer.experts.parameters())
-    # experts that are no FSDP2 units must not become part of the units around them
-    leave_out = in_units.copy() if over_edp is None else set()
-    for unit in (*units, model):
-        # whether any of its parameters is in no inner unit
-        has_own = not in_units.issuperset(unit.parameters())
-        shard(unit, over_dp, leave_out=leave_out)
-        in_units |= set(unit.parameters())
-        if has_own:
-            unit.register_forward_hook(_refuse_hidden_output)
+
+def _shard_dense(
+    modules: Iterable[nn.Module],
+    shard: Callable[..., None],
+    experts_of_layers: Iterable[AbstractExperts],
+    *,
+    experts_are_units: bool,
+) -> None:
+    """Make FSDP2 units of modules, inner ones first, of which the last is the model. Experts that
+    are no units of their own stay outside of all units."""
+    done: set[nn.Parameter] = set()  # parameters that a module around them does not take
+    for experts in experts_of_layers:
+        done |= set(experts.parameters())
+    leave_out: set[nn.Parameter] = set() if experts_are_units else done.copy()
+    for module in modules:
+        has_own_parameters = not done.issuperset(module.parameters())
+        shard(module, leave_out=leave_out)
+        done |= set(module.parameters())  # those that FSDP2 put in their place
+        if has_own_parameters:
+            module.register_forward_hook(_refuse_hidden_output)
 
 
 REPLICA_DTYPE = "_moesaic_replica_dtype"

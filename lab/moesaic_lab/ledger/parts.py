@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,47 +198,41 @@ def deepep_across() -> Iterator[Entry]:
 def products() -> Iterator[Entry]:
     """Yield products of two matrices; no number of a preset was fitted to them."""
     for row in read_figures("products"):
-        rates = rates_of(cluster_of(row["machine"]), "bf16")
-        m = int(row["m"])
-        n = int(row["n"])
-        k = int(row["k"])
-        rows = np.array([float(m)])
-        flops_per_row = 2.0 * n * k
-        weight_bytes = 2.0 * n * k
-        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
-        yield Entry(
-            kind="products",
-            what=f"{m:,} x {k:,} x {n:,}",
-            machine=row["machine"],
-            measured=float(row["us"]),
-            predicted=seconds * 1e6,
-            unit="us",
-            source="aiconfigurator",
-        )
+        yield _product(row, "bf16", element_bytes=2)
 
 
 def narrow_products() -> Iterator[Entry]:
     """Yield float8 products with a scale per tensor or per block; those per tensor set one end of
     the preset's interval."""
     for row in read_figures("narrow_products"):
-        rates = rates_of(cluster_of(row["machine"]), "fp8")
-        m = int(row["m"])
-        n = int(row["n"])
-        k = int(row["k"])
-        rows = np.array([float(m)])
-        flops_per_row = 2.0 * n * k
-        weight_bytes = 1.0 * n * k
-        seconds = float(rates.product_seconds(rows, flops_per_row, weight_bytes)[0])
-        yield Entry(
-            kind="products",
-            what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}",
-            machine=row["machine"],
-            measured=float(row["us"]),
-            predicted=seconds * 1e6,
-            unit="us",
-            source="aiconfigurator",
+        product = _product(row, "fp8", element_bytes=1)
+        yield replace(
+            product,
+            what=f"fp8, a scale per {row['scales']}, {product.what}",
             fitted=row["scales"] == "tensor",
         )
+
+
+def _product(row: dict[str, str], dtype: str, element_bytes: int) -> Entry:
+    """Return the entry of a product of two matrices, (m, k) times (k, n)."""
+    m = int(row["m"])
+    n = int(row["n"])
+    k = int(row["k"])
+    rates = rates_of(cluster_of(row["machine"]), dtype)
+    seconds_of_one = rates.product_seconds(
+        rows=np.array([float(m)]),
+        flops_per_row=2.0 * n * k,
+        weight_bytes=float(element_bytes) * n * k,
+    )
+    return Entry(
+        kind="products",
+        what=f"{m:,} x {k:,} x {n:,}",
+        machine=row["machine"],
+        measured=float(row["us"]),
+        predicted=float(seconds_of_one[0]) * 1e6,
+        unit="us",
+        source="aiconfigurator",
+    )
 
 
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:

@@ -152,21 +152,11 @@ class MemoryBudget:
         copies: np.ndarray,
         call: CountedCall,
     ) -> CallSizes:
-        """Return the sizes of a call or a slice with some `copies`, (world, num_experts); under
-        multicast an upper bound that counts every copy as a separate token."""
-        chunks = compiled.plan.chunks
+        """Return the sizes of a call with the given copies, (world, num_experts): those of the
+        whole call or of a slice of it. Under multicast they are an upper bound."""
         node_tokens = None
-        if compiled.is_multicast:  # a token is sent once to a destination, whatever its copies
-            # by level of the multicast, which has a number of destinations (nodes, ep ranks): the
-            # tokens of each origin that visit each destination
-            copies_by_level = [
-                copies.reshape(len(copies), destinations, -1).sum(2)
-                for destinations in compiled.grid.cast_levels
-            ]
-            copies_there = np.concatenate(copies_by_level, axis=1)
-            visits = np.minimum(copies_there, call.tokens[:, None])  # a token visits at most once
-            visits_per_chunk = -(-visits // chunks)  # rounded up
-            node_tokens = np.repeat(visits_per_chunk[:, :, None], chunks, axis=2)
+        if compiled.is_multicast:
+            node_tokens = _most_node_tokens(compiled, copies, call.tokens)
         return compiled.sizes(
             copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated
         )
@@ -340,6 +330,28 @@ class MemoryBudget:
 def _without_copies(call: CountedCall) -> CountedCall:
     """Return a call whose tokens are sent to no expert."""
     return call._replace(copies=np.zeros_like(call.copies))
+
+
+def _most_node_tokens(compiled: Compiled, copies: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return an upper bound on the tokens that each rank sends to each destination in each chunk,
+    (world, sum of `Grid.cast_levels`, chunks): multicast sends a token once to a destination that
+    has any of its experts, and the bound counts every copy as a separate token.
+
+    Args:
+        copies: (world, num_experts) copies of each rank's tokens for each expert.
+        tokens: (world,) tokens of each rank.
+    """
+    copies_by_level = []
+    # destinations of a level: nodes if there are two levels, and ep ranks
+    for num_destinations in compiled.grid.cast_levels:
+        # a destination has an equal run of the experts
+        by_destination = copies.reshape(len(copies), num_destinations, -1)
+        copies_by_level.append(by_destination.sum(2))
+    copies_there = np.concatenate(copies_by_level, axis=1)
+    visits = np.minimum(copies_there, tokens[:, None])  # a token visits a destination at most once
+    chunks = compiled.plan.chunks
+    visits_per_chunk = -(-visits // chunks)  # rounded up
+    return np.repeat(visits_per_chunk[:, :, None], chunks, axis=2)
 
 
 def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:

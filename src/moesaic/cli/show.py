@@ -335,15 +335,19 @@ def _of_file(path: Path) -> OfFile:
 
 
 def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
-    """Return the cluster: the one that the plan was found for, or one with more nodes of the same
-    kind if the mesh has more nodes."""
-    nodes = options.mesh.world // options.mesh.ranks_per_node
-    if found is None or options.cluster != found.cluster:  # of --cluster
+    """Return the cluster, with at least as many nodes as the mesh has; `found` says what the plan
+    of a plan file was found for, and None that no file said so."""
+    mesh_nodes = options.mesh.world // options.mesh.ranks_per_node
+    if found is None or options.cluster != found.cluster:  # --cluster or its default decides
         cluster = read_cluster(options.cluster)
-        return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
-    if nodes > found.nodes:  # --mesh asks for more than the plan was found for
-        return read_cluster(found.cluster, nodes=nodes)
-    return read_cluster(found.cluster, nodes=found.nodes).of_devices(found.ranks)
+        if cluster.nodes >= mesh_nodes:
+            return cluster
+        return read_cluster(options.cluster, nodes=mesh_nodes)
+    # the plan file's cluster
+    if mesh_nodes > found.nodes:  # --mesh asks for more nodes than the plan was found for
+        return read_cluster(found.cluster, nodes=mesh_nodes)
+    whole_nodes = read_cluster(found.cluster, nodes=found.nodes)
+    return whole_nodes.of_devices(found.ranks)  # the search may have used a part of each node
 
 
 def _where(cluster: ClusterSpec, grid: Grid) -> str:

@@ -177,16 +177,23 @@ def _tensors(base: nn.Module) -> Iterator[_StoredTensor]:
 
 
 def _logits(model: Any, logits_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return a model's logits of the fixed text, (1, tokens, vocabulary), float32, on the CPU; all
-    ranks call it together, and without stages all get them."""
+    """Return a model's logits of the fixed text, (1, tokens, vocabulary), float32, on the CPU. All
+    ranks call it together.
+
+    Args:
+        logits_of: computes logits of token ids by all stages of a pipeline, for the first rank
+            alone; None for a model without stages, whose own forward pass gives them to all ranks.
+    """
+    device = next(model.parameters()).device
+    token_ids = fixed_text(model.config.get_text_config().vocab_size).to(device)
     was_training = model.training
-    ids = fixed_text(model.config.get_text_config().vocab_size).to(next(model.parameters()).device)
     try:
-        model.eval()
+        model.eval()  # without dropout
         if logits_of is not None:
-            return logits_of(ids).float().cpu()
-        found: Tensor = model(input_ids=ids, use_cache=False).logits.float().cpu()
-        return found
+            logits = logits_of(token_ids)
+        else:
+            logits = model(input_ids=token_ids, use_cache=False).logits
+        return logits.float().cpu()
     finally:
         model.train(was_training)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -128,28 +129,35 @@ def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple
     in an all-to-all.
 
     Args:
-        lines: fitted times of collectives.
+        lines: fitted times of collectives, by "all_to_all inside", "send outside" and the like.
         nodes: number of nodes.
+        ranks_per_node: number of ranks on each.
 
     Raises:
         InputError: if times do not grow with bytes.
     """
     links = []
-    for span, num_ranks in (("inside", ranks_per_node), ("outside", nodes)):
-        if num_ranks == 1:
+    spans: tuple[tuple[Literal["inside", "outside"], int], ...] = (
+        ("inside", ranks_per_node),
+        ("outside", nodes),
+    )
+    for span, num_ranks in spans:  # `num_ranks` exchange with one another in an all-to-all
+        if num_ranks == 1:  # there is no such link
             continue
-        all_to_all = rate_of(lines[f"all_to_all {span}"])
-        send = rate_of(lines[f"send {span}"])
-        own_rate = (num_ranks - 1) / num_ranks * all_to_all  # a rank keeps its own part
-        combined_rate = own_rate * ranks_per_node  # of all senders of a node
-        is_shared = ranks_per_node == 1 or combined_rate < SHARED_FROM * send
-        bytes_per_second = combined_rate if is_shared else own_rate
+        all_to_all_rate = rate_of(lines[f"all_to_all {span}"])  # bytes/s of a rank, all sending
+        lone_rate = rate_of(lines[f"send {span}"])  # bytes/s of a rank that sends alone
+        rank_rate = (num_ranks - 1) / num_ranks * all_to_all_rate  # a rank keeps its own part
+        node_rate = rank_rate * ranks_per_node
+        # if all ranks of a node together are hardly faster than one alone, they share one link
+        is_shared = ranks_per_node == 1 or node_rate < SHARED_FROM * lone_rate
+        link_rate = node_rate if is_shared else rank_rate
         links.append(
             Link(
                 name=span,
                 devices=ranks_per_node if is_shared else 1,
-                gbps=(bytes_per_second * 8e-9,),  # gigabits
-                carries="inside" if span == "inside" else "outside",
+                gbps=(link_rate * 8e-9,),  # gigabits
+                carries=span,
+                # inside a node, a shared link is a bus; between nodes it is the node's way out
                 shared=span == "inside" and is_shared,
             )
         )

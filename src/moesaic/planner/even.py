@@ -26,7 +26,14 @@ from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hops import HopPaths, Route, check_regular, hop_paths, route_of
 from moesaic.planner.movement import AbstractVolumes, Movement, connected_components, row_bytes
-from moesaic.planner.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
+from moesaic.planner.symmetry import (
+    Digits,
+    Pairs,
+    UnlikeError,
+    box_of,
+    group_pairs_of_step,
+    steps_of,
+)
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -160,28 +167,31 @@ class Even(AbstractVolumes):
         return self._rows[layout]
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
-        """Return the rows of a layout on each class of ranks."""
-        digits = self._radix(layout)
-        box = box_of(digits, layout)
-        # digits that number the groups of a step of a peer schedule; what they add is counted
-        # by `pieces_of_step`
-        step_digits = steps_of(digits, layout)
-        num_origins = digits.product(box.free_origin - step_digits)
-        num_homes = digits.product(box.free_expert - step_digits)
-        pieces = num_origins * num_homes * self._experts_per_place(layout)
-        rows = np.full(self.num_actors, pieces * self.piece.of(layout))
-        if layout.step is not None:
-            ranks = digits.of(np.arange(self.num_actors))
-            # of the pairs of each rank and itself
-            rows *= pieces_of_step(
-                digits,
-                step_digits,
-                step=layout.step,
-                before=box,
-                after=box,
-                source_digits=ranks,
-                target_digits=ranks,
-            )
+        """Return the rows of a layout on each class of ranks, (num_actors,): the pieces there times
+        the rows of a piece, which is what one origin has for one expert."""
+        digits = self._radix(layout)  # ranks are numbers of these digits
+        box = box_of(digits, layout)  # in which of them the pieces on a rank differ
+        # In a step of a peer schedule a rank has only the pieces of some pairs of an origin's group
+        # and an expert's group. The digits that number the groups are counted for themselves.
+        group_digits = steps_of(digits, layout)  # none without steps
+        num_origins = digits.product(box.free_origin - group_digits)
+        num_homes = digits.product(box.free_expert - group_digits)
+        num_pieces = num_origins * num_homes * self._experts_per_place(layout)
+        rows = np.full(self.num_actors, num_pieces * self.piece.of(layout))
+        if layout.step is None:
+            return rows
+        digits_of_ranks = digits.of(np.arange(self.num_actors))
+        # Pairs of groups are counted for pairs of ranks, by what both ranks hold: here, a rank and
+        # itself.
+        rows *= group_pairs_of_step(
+            digits,
+            group_digits,
+            step=layout.step,
+            before=box,
+            after=box,
+            source_digits=digits_of_ranks,
+            target_digits=digits_of_ranks,
+        )
         return rows
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
@@ -457,7 +467,7 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
     # the pieces of each pair as far as they depend on the digits of ep that number the groups
     steps: np.ndarray | None = None
     if move.source.step is not None:
-        steps = pieces_of_step(
+        steps = group_pairs_of_step(
             digits,
             step_digits,
             step=move.source.step,

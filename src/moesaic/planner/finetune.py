@@ -94,19 +94,21 @@ class FinetuneJob(Job):
     """Linear layers of attention with adapters: 2 for queries and values, 4 for all."""
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
-        """Return the model of a step in which adapters alone are trained; those of experts are
-        spread over the cluster."""
-        whole = super().step_model(cluster, dp)
-        # a call of a layer first makes 32-bit scales of those in 8 bits
-        in_call: Method = "lora" if self.method == "lora" else "qlora"
-        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[in_call], adapters=True)
-        attention, experts = _adapters(whole, self)
+        """Return the model of a step that trains adapters alone: that of a step which trains the
+        whole model, with experts frozen, and with the number of adapter parameters on a rank."""
+        of_training = super().step_model(cluster, dp)
+        # "qlora-double" counts as "qlora": before its products, a call of a layer decodes the
+        # scales from 8 bits to 32
+        read_as: Method = "lora" if self.method == "lora" else "qlora"
+        frozen_layer = replace(of_training.layer, frozen_bytes=WEIGHT_BYTES[read_as], adapters=True)
+        of_attention, of_all_experts = _adapters(of_training, self)
+        of_own_experts = of_all_experts / cluster.world  # experts are spread over all ranks
         return replace(
-            whole,
-            layer=frozen,
-            adapters=(attention, experts / cluster.world),
+            of_training,
+            layer=frozen_layer,
+            adapters=(of_attention, of_own_experts),
             stepwise=STEPWISE,
-            gathered_bytes=frozen.element_bytes,
+            gathered_bytes=frozen_layer.element_bytes,  # as activations are
         )
 
 

@@ -300,31 +300,48 @@ def attention_fields(
 def _over_layers(
     attention: Attention, table: Mapping[str, Any], kinds: Mapping[str, list[Any]], seq_len: int
 ) -> tuple[float, float]:
-    """Return the parameters and the score width of attention, summed over the kinds of layers."""
+    """Return the parameters and the score width of the attention of all layers together.
+
+    Args:
+        attention: the costs of one layer whose queries see the whole context.
+        table: the configuration.
+        kinds: by a field of the configuration, its value for each layer.
+        seq_len: tokens of the context.
+    """
     layer_types = kinds["layer_types"]
-    linear = layer_types.count("linear_attention")
-    indexed = layer_types.count("indexed_attention")
-    sliding = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
-    whole = len(layer_types) - linear - indexed - sliding
+    num_linear = layer_types.count("linear_attention")
+    num_indexed = layer_types.count("indexed_attention")
+    num_sliding = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
+    num_whole = len(layer_types) - num_linear - num_indexed - num_sliding
     window = int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len)
-    parameters = (len(layer_types) - linear) * attention.parameters
-    widths = (whole + sliding * _visible_share(window, seq_len)) * attention.score_width
-    dim = attention.dim
-    if linear:  # the cost of its scores is negligible in comparison
-        keys, key_dim, values, value_dim = needed(table, "linear attention", LINEAR)
-        # queries and keys; values, gates and the last product; two numbers for each head of values
-        columns = 2 * keys * key_dim + 3 * values * value_dim + 2 * values
-        parameters += linear * dim * columns
-    if indexed:
+    # scores cost as much as those of so many layers over the whole context
+    whole_contexts = num_whole + num_sliding * _visible_share(window, seq_len)
+    parameters = (len(layer_types) - num_linear) * attention.parameters
+    score_width = whole_contexts * attention.score_width
+    if num_linear:  # the cost of its scores is negligible in comparison
+        parameters += num_linear * attention.dim * _linear_columns(table)
+    if num_indexed:
         heads, head_dim, top_k = needed(table, "an indexer", INDEXER)
         # "shared": a layer that takes the keys of an earlier layer's indexer, and has none
-        indexers = indexed - kinds.get("indexer_types", []).count("shared")
+        num_indexers = num_indexed - kinds.get("indexer_types", []).count("shared")
         # an indexer has queries of several heads, one key, and a weight of each head
-        of_queries = attention.query_width * heads * head_dim
-        parameters += indexers * (of_queries + dim * (head_dim + heads))
-        chosen = indexed * _visible_share(top_k, seq_len) * attention.score_width
-        widths += chosen + indexers * heads * head_dim
-    return parameters, widths
+        query_parameters = attention.query_width * heads * head_dim
+        key_and_weight_parameters = attention.dim * (head_dim + heads)
+        parameters += num_indexers * (query_parameters + key_and_weight_parameters)
+        # attention scores the chosen keys, and an indexer all keys, with its own heads
+        chosen = num_indexed * _visible_share(top_k, seq_len) * attention.score_width
+        score_width += chosen + num_indexers * heads * head_dim
+    return parameters, score_width
+
+
+def _linear_columns(table: Mapping[str, Any]) -> int:
+    """Return the columns of all products of linear attention, which have a token's width as
+    rows."""
+    key_heads, key_dim, value_heads, value_dim = needed(table, "linear attention", LINEAR)
+    queries_and_keys = 2 * key_heads * key_dim
+    values_gates_and_last_product = 3 * value_heads * value_dim
+    numbers_of_heads = 2 * value_heads
+    return queries_and_keys + values_gates_and_last_product + numbers_of_heads
 
 
 def _visible_share(window: int, seq_len: int) -> float:

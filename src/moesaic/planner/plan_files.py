@@ -153,19 +153,24 @@ def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
     Raises:
         InputError: if the file has another suffix or cannot be written.
     """
-    layer = {}
+    table: dict[str, Any] = {"version": VERSION}
+    for name, number in ((FINER, planned.split.finer), (IN_FLIGHT, planned.split.in_flight)):
+        if number > 1:  # 1 is what readers take where the file does not say
+            table[name] = number
+    table["mesh"] = mesh_table(planned)
+    table["plan"] = _fields_of(planned.plan)
+    table["found"] = _found_table(planned, found)
+    _write(table, path)
+
+
+def _found_table(planned: PlannedStep, found: FoundFor) -> dict[str, Any]:
+    """Return the table `found`: the fields of `FoundFor`, and for people what was predicted."""
+    changed_fields = {}  # of the layer: those that differ from their defaults
     for field in fields(Workload):
         value = getattr(found.layer, field.name)
         if value != field.default:
-            layer[field.name] = value
-    table: dict[str, Any] = {"version": VERSION}
-    if planned.split.finer > 1:
-        table[FINER] = planned.split.finer
-    if planned.split.in_flight > 1:
-        table[IN_FLIGHT] = planned.split.in_flight
-    table["mesh"] = mesh_table(planned)
-    table["plan"] = _fields_of(planned.plan)
-    table["found"] = {
+            changed_fields[field.name] = value
+    return {
         "model": found.model,
         "cluster": found.cluster,
         "nodes": found.nodes,
@@ -173,9 +178,8 @@ def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
         "simulated_step_seconds": planned.seconds,
         "bottleneck": planned.estimate.bottleneck,
         "memory_gib": round(planned.memory.total / GIB, 3),
-        "layer": layer,
+        "layer": changed_fields,
     }
-    _write(table, path)
 
 
 def _fields_of(plan: Plan) -> dict[str, Any]:

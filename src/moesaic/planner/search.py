@@ -571,20 +571,25 @@ class _Search:
         return simulated is None or simulated.least_seconds <= near
 
     def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> SimulatedPlan | None:
-        """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit
-        the layout."""
-        key = (cost_model.grid, plan)
-        if key not in self.tried:
-            try:
-                compiled = compile_plan(plan, cost_model.grid)
-                passes = self._run(cost_model, compiled)
-            except InputError as error:
-                self.refusal = str(error)
-                self.tried[key] = None
-                return None
-            options = self._options(cost_model.grid)
-            self.tried[key] = SimulatedPlan(compiled, passes, options, self._usable_bytes)
-        return self.tried[key]
+        """Simulate a plan on the layout of a cost model, once for all calls. None: it does not
+        fit the layout."""
+        grid = cost_model.grid
+        key = (grid, plan)
+        if key in self.tried:
+            return self.tried[key]
+        try:
+            compiled = compile_plan(plan, grid)
+            forward_and_backward = self._run(cost_model, compiled)
+        except InputError as error:  # the plan does not fit the layout
+            self.refusal = str(error)  # for the user, if no plan fits any layout
+            self.tried[key] = None
+            return None
+        ways_of_holding = self._options(grid)
+        simulated = SimulatedPlan(
+            compiled, forward_and_backward, ways_of_holding, self._usable_bytes
+        )
+        self.tried[key] = simulated
+        return simulated
 
     def _options(self, grid: Grid) -> list[SplitCostModel]:
         """Return the ways of holding the model on a layout, from the one that sends least to the

@@ -1005,32 +1005,36 @@ class StepCostModel:
         return busy
 
     def _exposed_seconds(self, moved: Moving, forward: Passes, backward: Passes) -> float:
-        """Return the part of a transfer that its pass does not hide.
+        """Return the seconds of a transfer that the pass behind which it moves does not hide.
 
-        That is the maximum, over the transfer alone and each level of links (its share of the
-        transfer plus the pass's own traffic), minus the seconds of the pass; at least 0. What is
-        recomputed belongs to the backward pass. On a CPU nothing is hidden, since one thread issues
-        everything.
+        Transfer and pass together take as long as the longest of the pass, of the transfer alone,
+        and of what each level of links carries for both. What exceeds the pass is exposed. On a CPU
+        nothing is hidden, since one thread issues everything.
+
+        Args:
+            moved: the transfer.
+            forward, backward: the passes of one MoE layer.
         """
         if self.cluster.host.runs_compute or moved.behind == "nothing":
             return moved.seconds
-        run = forward
-        recomputed_forwards = 0.0
+        # a layer's programs in the pass: one, and before a backward one maybe the forward one again
+        program = forward
+        repeated = 0.0  # share of the layers that run their forward program again
         if moved.behind == "backward":
-            run = backward
-            recomputed_forwards = self.model.recomputes("moe")
+            program = backward
+            repeated = self.model.recomputes("moe")
         layers = self.model.moe_layers
-        layer_seconds = run.seconds + recomputed_forwards * forward.seconds
+        layer_seconds = program.seconds + repeated * forward.seconds
         pass_seconds = self._around_moves(moved.behind) + layers * layer_seconds
 
-        run_busy = self._level_seconds(run)
-        forward_busy = self._level_seconds(forward) if recomputed_forwards else {}
-        exposed = max(0.0, moved.seconds - pass_seconds)
+        program_busy = self._level_seconds(program)
+        repeated_busy = self._level_seconds(forward) if repeated else {}
+        longest = max(pass_seconds, moved.seconds)
         for level, share in self._moving_shares.items():
-            recomputed_busy = recomputed_forwards * forward_busy.get(level, 0.0)
-            traffic = layers * (run_busy.get(level, 0.0) + recomputed_busy)
-            exposed = max(exposed, moved.seconds * share + traffic - pass_seconds)
-        return exposed
+            layer_busy = program_busy.get(level, 0.0) + repeated * repeated_busy.get(level, 0.0)
+            level_seconds = moved.seconds * share + layers * layer_busy
+            longest = max(longest, level_seconds)
+        return longest - pass_seconds
 
     def _around_moves(self, behind: str) -> float:
         """Return the seconds of a pass ("forward" or "backward") outside the programs of MoE
@@ -1277,27 +1281,32 @@ class StepCostModel:
 
     def _crossing_seconds(self, link: Link) -> float:
         """Return the seconds for which a link is busy in one direction if each token crosses it
-        once, or the experts' weights do, whichever is less.
-
-        A run is the ranks behind one such link; the experts of a replica are spread over several.
-        """
+        once, or the experts' weights do, whichever is less."""
         layer = self.model.layer
-        grid = self.grid
-        # A link that only carries messages out of a node counts for the whole node, evenly.
-        devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
-        # runs of a replica of the experts, and those of them that a token must cross the link for
-        runs = grid.ep * grid.etp // devices
-        other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
-        if other_runs <= 0 or layer.num_experts < runs:
-            return 0.0
-        tokens_per_run = node_tokens_per_node(layer, runs, chunks=1)  # of one group's tokens
-        # dp * devices / world: the data-parallel groups behind the link
-        tokens = tokens_per_run * other_runs * grid.dp * devices / grid.world
-        # in rows of `dim`, as tokens: the weights of the experts of all other runs
-        weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
-        # of what leaves `devices` devices, the link carries the part of its own
-        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
-        return num_bytes / link.slowest(self.cluster.nodes)
+        per_node = self.cluster.devices_per_node
+        # Of a link that only carries messages out of a node, what leaves the node is spread evenly
+        # over the node's links. Any other carries what leaves the devices behind it.
+        run_devices = per_node if link.carries == "outside" else link.devices
+        rows = _rows_out_of_run(layer, self.grid, run_devices)
+        link_bytes = rows * layer.dim * layer.element_bytes * link.devices / run_devices
+        return link_bytes / link.slowest(self.cluster.nodes)
+
+
+def _rows_out_of_run(layer: Workload, grid: Grid, run_devices: int) -> float:
+    """Return the least rows of `dim` that must leave a run of `run_devices` consecutive devices for
+    a layer's experts: each token once for each other run that has one of its experts, or, if these
+    are fewer, those experts' weights. 0 if none need to, or if an expert is in several runs."""
+    num_runs = grid.ep * grid.etp // run_devices  # over which a replica of the experts is spread
+    num_own_runs = max(1, grid.tp // run_devices)  # those that have the tokens: of a tp group
+    num_other_runs = num_runs - num_own_runs
+    if num_other_runs <= 0 or layer.num_experts < num_runs:
+        return 0.0
+    tokens_per_run = node_tokens_per_node(layer, num_runs, chunks=1)  # of one dp group's tokens
+    # dp * run_devices / world: number of dp groups in a run
+    tokens = tokens_per_run * num_other_runs * grid.dp * run_devices / grid.world
+    # weights in rows too: a matrix of an expert has `hidden` of them
+    weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / num_runs)
+    return min(tokens, weights)
 
 
 def layer_passes(

@@ -240,48 +240,49 @@ class _Groups(NamedTuple):
     """(n,) bool: whether the source holds rows that the target holds too."""
 
 
-def pieces_of_step(
+def group_pairs_of_step(
     digits: Digits,
-    ahead: frozenset[int],
+    group_digits: frozenset[int],
     step: tuple[int, int],
     before: Box,
     after: Box,
     source_digits: np.ndarray,
     target_digits: np.ndarray,
 ) -> np.ndarray:
-    """Return, for each pair, the number of (group of the origin, group of the expert's home)
-    combinations among its rows, (n,).
+    """Return, for each pair of a source and a target rank, how many pairs (group of the origin,
+    group of the expert's home) of a step the rows have that both ranks hold, (n,).
 
     Args:
         digits: of the mesh.
-        ahead: digits that number the groups (`steps_of`).
+        group_digits: digits that number the groups (`steps_of`).
         step: (j, number of groups): a row is in the step if its expert's group is j after its
-            origin's (`Layout.step`).
+            origin's, cyclically (`Layout.step`).
         before: the pieces on the source.
         after: the pieces on the target.
         source_digits: (n, digits) of the sources.
         target_digits: (n, digits) of the targets.
     """
     distance, num_groups = step
-    # groups of the rows' origins, and of their experts' homes
-    origins = _groups(
-        digits, ahead, before.free_origin, after.free_origin, (source_digits, target_digits)
-    )
-    experts = _groups(
-        digits, ahead, before.free_expert, after.free_expert, (source_digits, target_digits)
-    )
-    # how many choices of free digits put the expert's group so many groups after the origin's
-    differences = (experts.offsets[:, None] - origins.offsets) % num_groups
-    num_choices = np.bincount(differences.reshape(-1), minlength=num_groups)
-    # the difference that these must add to that of the fixed digits, so that it is `distance`
-    missing = (distance - experts.base + origins.base) % num_groups
-    pieces: np.ndarray = (origins.possible & experts.possible) * num_choices[missing]
-    return pieces
+    ends = (source_digits, target_digits)
+    # The origins of a pair's rows have the groups `base` + each of `offsets`, and so have the
+    # experts' homes.
+    origins = _groups(digits, group_digits, before.free_origin, after.free_origin, ends)
+    experts = _groups(digits, group_digits, before.free_expert, after.free_expert, ends)
+    # Of all choices of two offsets, by the number of groups from the origin's to the expert's: how
+    # many have this difference. It is the same count for all pairs of ranks.
+    differences_of_offsets = (experts.offsets[:, None] - origins.offsets) % num_groups
+    num_choices = np.bincount(differences_of_offsets.reshape(-1), minlength=num_groups)
+    # The rows are in the step if the differences of bases and of offsets add up to `distance`.
+    difference_of_bases = experts.base - origins.base
+    difference_needed = (distance - difference_of_bases) % num_groups
+    have_common_rows = origins.possible & experts.possible
+    group_pairs: np.ndarray = have_common_rows * num_choices[difference_needed]
+    return group_pairs
 
 
 def _groups(
     digits: Digits,
-    ahead: frozenset[int],
+    group_digits: frozenset[int],
     free_before: frozenset[int],
     free_after: frozenset[int],
     ends: tuple[np.ndarray, np.ndarray],
@@ -290,7 +291,7 @@ def _groups(
 
     Args:
         digits: of the mesh.
-        ahead: digits that number the groups.
+        group_digits: digits that number the groups.
         free_before, free_after: digits that are free on the source, and on the target.
         ends: (n, digits) of the sources, and of the targets.
     """
@@ -299,7 +300,7 @@ def _groups(
     offsets = np.zeros(1, dtype=np.int64)
     possible = np.ones(len(source_digits), dtype=bool)
     weight = 1  # what the digit counts in the number of a group: the product of the lower sizes
-    for digit in sorted(ahead):
+    for digit in sorted(group_digits):
         size = int(digits.sizes[digit])
         is_free_before = digit in free_before
         is_free_after = digit in free_after

@@ -343,16 +343,19 @@ class _Walk:
         to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return to_send, to_receive, not joined and received.is_whole
 
-    def _stacked(self, name: str) -> Bytes:
-        """Return the bytes of a slot that are stacked at once to be added: rows, or the largest
-        parameter of built-in experts."""
+    def _summand_bytes(self, name: str) -> Bytes:
+        """Return the bytes of a summand of an ADD task, given by its slot, in the stack that is
+        summed; of parameters, which are summed one after the other, those of the largest."""
         slot = self.slots[name]
         experts = self.experts
         writer = self._writers.get(name)
-        is_of_experts = writer is not None and writer.op is Op.EXPERT_GRAD
-        if not (experts.kernel and is_of_experts and slot.layout.flow == "weights"):
+        is_by_experts = writer is not None and writer.op is Op.EXPERT_GRAD
+        has_weight_gradients = is_by_experts and slot.layout.flow == "weights"
+        if not (has_weight_gradients and experts.kernel):  # counted as a single tensor
             return self.slot_bytes(name)
-        # All matrices but the last one read the token, and are one parameter.
+        # Built-in experts (those with a kernel) have two weight tensors, whose gradients are added
+        # one after the other. The larger one joins the matrices that read the token: all but the
+        # last. A row of the slot is a hidden unit.
         bytes_per_unit = (experts.matrices - 1) * experts.dim * experts.element_bytes
         return self._bytes_of(slot.layout, bytes_per_unit)
 
@@ -398,7 +401,7 @@ class _Walk:
         if task.op is Op.UNPACK:  # decoded rows, before they are in their places
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:  # a stack of what is added
-            return _total_bytes([self._stacked(name) for name in task.reads])
+            return _total_bytes([self._summand_bytes(name) for name in task.reads])
         return Counter()
 
 

@@ -512,21 +512,14 @@ class LayoutIndex(AbstractLayoutIndex):
         return self._matched[(move, rank)]
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
-        """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
-        held = self._pieces_of_members(move.source, members)
+        """Return which rank of a group gets each piece that it wants from which one that holds it,
+        found with one sort of all pieces that the ranks hold."""
         wanted = self._pieces_of_members(move.target, members)
-        # A key is one number for a piece and a member that holds it. Sorted by piece, then rank:
-        # the lowest rank that holds a piece comes first.
-        keys = held.number * len(members) + held.member
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        holder = held.member[order]
-        source_place = held.place[order]
-
-        # The holders of each wanted piece stand from `first` to before `end`.
-        numbers = held.number[order]
-        first = np.searchsorted(numbers, wanted.number, side="left")
-        end = np.searchsorted(numbers, wanted.number, side="right")
+        held = self._pieces_of_members(move.source, members).sorted(len(members))
+        # The holders of each wanted piece, the lowest first, are the entries of `held` from `first`
+        # to before `end`.
+        first = np.searchsorted(held.number, wanted.number, side="left")
+        end = np.searchsorted(held.number, wanted.number, side="right")
         missing = np.unique(wanted.member[first == end]).tolist()
         assert not missing, (
             f"ranks {[members[index] for index in missing]} want pieces that no rank of their "
@@ -535,18 +528,15 @@ class LayoutIndex(AbstractLayoutIndex):
 
         target = wanted.member
         target_place = wanted.place
-        position = first
         if move.reduce:  # every holder sends its piece, and the target sums them
             num_holders = end - first
-            position = runs(first, num_holders)
+            sent = runs(first, num_holders)
             target = np.repeat(target, num_holders)
             target_place = np.repeat(target_place, num_holders)
-        elif len(keys):  # the target's own piece if it holds it, else the lowest rank's
-            own_keys = wanted.number * len(members) + target
-            own_position = np.minimum(np.searchsorted(keys, own_keys), len(keys) - 1)
-            position = np.where(keys[own_position] == own_keys, own_position, first)
+        else:
+            sent = _own_or_lowest(held, wanted, first, len(members))
         return _Exchanged(
-            holder[position], target, source_place=source_place[position], target_place=target_place
+            held.member[sent], target, source_place=held.place[sent], target_place=target_place
         )
 
     def _pieces_of_members(self, layout: Layout, members: tuple[int, ...]) -> _GroupPieces:
@@ -608,6 +598,34 @@ class _GroupPieces(NamedTuple):
     """Position in the group of the rank that holds the piece."""
     place: np.ndarray
     """Position in that rank's slot."""
+
+    def keys(self, num_members: int) -> np.ndarray:
+        """Return one number for each piece on each rank, ascending by piece, then by rank."""
+        return self.number * num_members + self.member
+
+    def sorted(self, num_members: int) -> _GroupPieces:
+        """Return the same entries, by piece, then by rank."""
+        order = np.argsort(self.keys(num_members), kind="stable")
+        return _GroupPieces(self.number[order], self.member[order], self.place[order])
+
+
+def _own_or_lowest(
+    held: _GroupPieces, wanted: _GroupPieces, lowest: np.ndarray, num_members: int
+) -> np.ndarray:
+    """Return which entry of `held` serves each wanted piece, (n,): the target's own piece if it
+    holds it, else that of the lowest rank that does.
+
+    Args:
+        held: sorted.
+        lowest: (n,) the entries of the lowest ranks.
+    """
+    if not len(held.number):  # then nothing is wanted either
+        return lowest
+    held_keys = held.keys(num_members)
+    own_keys = wanted.keys(num_members)
+    # where the own piece stands, if it is there
+    own = np.minimum(np.searchsorted(held_keys, own_keys), len(held_keys) - 1)
+    return np.where(held_keys[own] == own_keys, own, lowest)
 
 
 class _Exchanged(NamedTuple):

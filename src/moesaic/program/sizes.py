@@ -117,6 +117,11 @@ def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) 
     return is_there
 
 
+def _is_missing(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return whether `ascending` lacks each wanted number, (n,) bool."""
+    return ~_stands_at(ascending, np.searchsorted(ascending, wanted), wanted)
+
+
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks, without those that stay on a rank.
 
@@ -386,36 +391,31 @@ class CallSizes:
         int64 each."""
         world = self.grid.world
         rows = self._pieces(move.source.flow).rows
-        num_pieces = len(rows)
-        # A piece is exchanged within a group of ranks, which its lowest rank stands for.
+        # A piece is exchanged within a group of ranks, which its lowest rank stands for. A key is
+        # one number for a piece in a group, and an address one for a piece on a rank: the key, with
+        # the rank as a further digit.
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         holder, held = self._held_by(move.source)
         target, wanted = self._held_by(move.target)
-        # A key is one number for a group and a piece. With the rank as a further digit, it is one
-        # number for a piece on a rank; sorted, these stand by group and piece, then by holder.
-        wanted_keys = group[target] * num_pieces + wanted
-        held_on_ranks = np.sort((group[holder] * num_pieces + held) * world + holder)
-        held_keys, holder = np.divmod(held_on_ranks, world)
+        held_addresses = (group[holder] * len(rows) + held) * world + holder
+        wanted_keys = group[target] * len(rows) + wanted
 
-        if not move.reduce:
-            # What the target holds itself is not sent.
-            wanted_on_targets = wanted_keys * world + target
-            position = np.searchsorted(held_on_ranks, wanted_on_targets)
-            is_foreign = ~_stands_at(held_on_ranks, position, wanted_on_targets)
-            target = target[is_foreign]
-            wanted = wanted[is_foreign]
-            wanted_keys = wanted_keys[is_foreign]
-            # The lowest holder of a piece, the first with its key, sends the rest.
-            lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
-            held_keys = held_keys[lowest]
-            holder = holder[lowest]
-
-        # The senders of each wanted piece stand from `first` to before `end`.
-        first = np.searchsorted(held_keys, wanted_keys)
-        if move.reduce:
+        held_addresses.sort()  # by group and piece, then by holder
+        held_keys, holder = np.divmod(held_addresses, world)
+        # The senders of each wanted piece stand from `first` to before `end` of `holder`.
+        if move.reduce:  # all that hold it, the target included
+            first = np.searchsorted(held_keys, wanted_keys)
             end = np.searchsorted(held_keys, wanted_keys, side="right")
-        else:  # one sender, or none
-            end = first + _stands_at(held_keys, first, wanted_keys)
+        else:
+            lacks = _is_missing(held_addresses, wanted_keys * world + target)
+            target = target[lacks]  # what the target holds itself is not sent
+            wanted = wanted[lacks]
+            wanted_keys = wanted_keys[lacks]
+            lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))  # the first with each key
+            holder = holder[lowest]
+            held_keys = held_keys[lowest]
+            first = np.searchsorted(held_keys, wanted_keys)
+            end = first + _stands_at(held_keys, first, wanted_keys)  # one sender, or none
         # Replicated weights that no rank needs are not sent.
         assert move.is_for_helpers or (first < end).all(), (
             f"a movement over {'+'.join(move.group)} wants pieces that no rank of the group "

@@ -161,13 +161,19 @@ def write_report(
 def write_page(runs: Sequence[RunSummary], out: Path | None = None, *, typed: bool = True) -> Path:
     """Write the report about runs that have been read, and return its path.
 
+    Args:
+        out: the file to write; None for report.html in the first run's folder.
+        typed: whether a user typed `out`, which may then be a link.
+
     Raises:
         InputError: the file cannot be written, or a run's files hold values that no run writes.
     """
-    with damage_as_input_error(runs[0].folder):
+    first_folder = runs[0].folder
+    with damage_as_input_error(first_folder):
         text = report_text(runs, Drawn())
-    typed = typed and out is not None  # nobody types the usual path
-    return save_page(text, out or runs[0].folder / "report.html", typed=typed)
+    if out is None:
+        return save_page(text, first_folder / "report.html", typed=False)
+    return save_page(text, out, typed=typed)
 
 
 def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:

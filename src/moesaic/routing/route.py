@@ -514,31 +514,35 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
 
 def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
     """Exchange the counts and sums of this rank's copies with the peers."""
-    requested, nonfinite, num_valid = scored.counted
-    num_experts = rules.num_experts
-    # counts of each choice are needed only for queues of all ranks' copies; else K is 1
-    counts_KE = requested.unsqueeze(0)
-    if rules.capacity.spans_mesh and rules.top_k > 1:
-        # a number for each pair of choice (0 for first choices) and expert
-        cell = scored.choice.slot * num_experts + scored.choice.expert
-        counts = count(cell, scored.alive_N, rules.top_k * num_experts)
-        counts_KE = counts.view(rules.top_k, num_experts)
+    _, nonfinite, num_valid = scored.counted
     extras = peers.extras(
         scored.choice,
         scored.alive_N,
         rules.num_tokens,
-        num_experts,
+        rules.num_experts,
         may_drop=not rules.capacity.never_drops,
     )
     return Gathered.exchange(
         peers,
-        counts_KE,
+        _counts_to_exchange(rules, scored),
         num_valid=None if rules.valid_T is None else num_valid,
         num_tokens=rules.num_tokens,
         nonfinite=nonfinite,
         local=scored.sums,
         extras=extras,
     )
+
+
+def _counts_to_exchange(rules: _Rules, scored: _Scored) -> Tensor:
+    """Return this rank's copies per expert before capacity, (K, E) int64: of each of the top_k
+    choices if copies of all ranks queue, first choices first; else of all together, with K = 1."""
+    num_experts = rules.num_experts
+    if not rules.capacity.spans_mesh or rules.top_k == 1:
+        return scored.counted.requested.unsqueeze(0)
+    # one number for each pair of choice (0 for first choices) and expert
+    choice_and_expert = scored.choice.slot * num_experts + scored.choice.expert
+    counts = count(choice_and_expert, scored.alive_N, rules.top_k * num_experts)
+    return counts.view(rules.top_k, num_experts)
 
 
 def _limiting_tokens(gathered: Gathered, capacity: AbstractCapacity) -> Tensor:

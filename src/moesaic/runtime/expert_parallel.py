@@ -380,7 +380,7 @@ class ExpertParallel:
         # sums per sequence are exchanged with the counts
         if any(loss.needs_sequences for loss in losses):
             settings["sequences"] = batch.num_sequences
-        self._enter(settings, earlier)
+        self._note_call(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         # Ranks compare what should be equal on all: not DTensors, which FSDP2 has sharded.
@@ -418,19 +418,22 @@ class ExpertParallel:
             sequence_length=max(num_tokens // batch.num_sequences, 1),  # 1: without tokens
         )
 
-    def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
-        """Note what this rank calls, and with which settings, by name; `earlier` is what ranks
-        exchanged in the first pass of a recomputed call."""
+    def _note_call(self, settings: Mapping[str, object], earlier: Gathered | None = None) -> None:
+        """Note the call that begins: for messages about a rank that waits, what this rank is doing;
+        for the ranks' comparison, the settings, by name, that must be equal on all ranks.
+
+        `earlier` is what ranks exchanged in the first pass of a call that is recomputed; else None.
+        """
+        compared = {f"call.{name}": value for name, value in settings.items()}
+        doing = f"the forward pass of layer {self._layer_number}"
+        # None: only one micro-batch is in flight
         micro_batch = number_in_flight() if earlier is None else earlier.micro_batch
-        of_micro_batch = ""
         if micro_batch is not None:
-            settings["micro_batch"] = micro_batch
-            of_micro_batch = f" in micro-batch {micro_batch}"
-        self.transport.doing = f"the forward pass of layer {self._layer_number}{of_micro_batch}"
-        have_changed = self.peers.call_with(  # since this rank's last call
-            {f"call.{name}": value for name, value in settings.items()}
-        )
-        if have_changed:
+            compared["call.micro_batch"] = micro_batch
+            doing += f" in micro-batch {micro_batch}"
+        self.transport.doing = doing
+        differs_from_last_call = self.peers.call_with(compared)
+        if differs_from_last_call:  # the digests cover the settings: ranks compare them anew
             self._digests_checked = False
 
     def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
@@ -447,7 +450,7 @@ class ExpertParallel:
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None:  # choose the plan of the call
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
-        self._enter(
+        self._note_call(
             {
                 "layer": self._layer_number,
                 "gradients": torch.is_grad_enabled(),

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.transport import Transfer
-from moesaic.experts.experts import Weights
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.layouts import Move, move_of
 from moesaic.program.sizes import Splits
-from moesaic.program.task import Kind, Slot, Task
+from moesaic.program.task import Kind, Layout, Slot, Task
 from moesaic.runtime.tasks import (
     Call,
     Environment,
@@ -65,40 +64,45 @@ def _pending_move(
 ) -> PendingMove:
     """Return what this rank sends and receives in the movement of a task."""
     source = slots[task.reads[0]]
-    target = slots[task.writes[0]]
-    sizes = call.sizes
-    rank = call.rank
-    outgoing = sizes.outgoing(move, rank)
-    incoming = sizes.incoming(move, rank)
-    value = _as_rows(
-        source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
-    )
-    # `reduce` follows from states, which also mark sums over an axis of one rank, where nothing is
-    # summed. If the slot's rows arrive in its order, each arrives exactly once.
-    sums = move.reduce and not incoming.is_whole
-    # So does each if as many rows of tokens or copies arrive as the slot has.
-    if sums and target.layout.flow not in ("weights", "bias"):
-        sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
-    place_rows = partial(_place_rows, move, incoming, call, sums)
-    if target.layout.flow != "weights":
-        return PendingMove(value, outgoing, incoming, sums, finish=place_rows)
-    # Weights arrive as rows, which are unpacked into parameters.
-    weights = environment[source.name]
-    num_experts = sizes.num_held(target.layout, rank)
-    no_weights: Weights | None = None  # weights of no expert, with the shapes of the others
-    if num_experts == 0 and isinstance(weights, tuple):
-        no_weights = call.experts.first(weights, 0)
-
-    def finish(parts: list[Tensor]) -> Value:
-        """Return the value that the arrived parts make up."""
-        if move.reduce and not incoming.runs.total:
-            # no rank computed rows for this rank's experts: return no gradient instead of zeros
-            return ()
-        if no_weights is not None:
-            return no_weights
-        return call.experts.unpack(rows(place_rows(parts)), num_experts)
-
+    outgoing = call.sizes.outgoing(move, call.rank)
+    incoming = call.sizes.incoming(move, call.rank)
+    sends_rows = outgoing.runs.total > 0
+    value = _as_rows(source, environment, call, travels=sends_rows, is_gradient=move.reduce)
+    sums = move.reduce and _may_repeat_rows(incoming, move.target, call)
+    finish: Callable[[list[Tensor]], Value] = partial(_place_rows, move, incoming, call, sums)
+    if move.target.flow == "weights":  # they travel as rows, and become parameters again
+        finish = _unpacker(environment[source.name], move, incoming, call, place_rows=finish)
     return PendingMove(value, outgoing, incoming, sums, finish)
+
+
+def _may_repeat_rows(incoming: Splits, target: Layout, call: Call) -> bool:
+    """Return whether a row of the written slot may arrive more than once. `Move.reduce` alone does
+    not say so: it follows from states, which also mark sums over an axis of one rank."""
+    if incoming.is_whole:  # the slot's rows, in its order
+        return False
+    if target.flow in ("weights", "bias"):  # a row may arrive several times, or never
+        return True
+    # each row of tokens or copies arrives at least once
+    return incoming.runs.total != call.sizes.num_rows(target, call.rank)
+
+
+def _unpacker(
+    own: Value,
+    move: Move,
+    incoming: Splits,
+    call: Call,
+    place_rows: Callable[[list[Tensor]], Value],
+) -> Callable[[list[Tensor]], Value]:
+    """Return a function that makes parameters of the rows of weights, or of their gradients, that
+    arrived, given what this rank itself has in the slot that is read."""
+    if move.reduce and not incoming.runs.total:
+        # no rank computed rows for this rank's experts: no gradient (`()`) instead of zeros
+        return lambda parts: ()
+    num_experts = call.sizes.num_held(move.target, call.rank)
+    if num_experts == 0 and isinstance(own, tuple):
+        no_weights = call.experts.first(own, 0)  # of no expert, with the shapes of the others
+        return lambda parts: no_weights
+    return lambda parts: call.experts.unpack(rows(place_rows(parts)), num_experts)
 
 
 def start(

@@ -744,44 +744,53 @@ def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
 
 
 def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list[Results]:
-    """Return the results that each rank must have.
+    """Return the results that each rank must have: outputs, and gradients of tokens, of routing
+    weights and of parameters, as the reference's layer computes them.
 
     Args:
         is_whole: whether the system routes its tokens itself.
         shares: whether all ranks have the same tokens; they are then computed once.
     """
     world = drawn.spec.group.size()
-    # gradient of the parameter that scales tokens and is 1: that of a token times the token
-    dense = torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
-    expected: list[Results] = [
+    expected: list[Results] = [  # by rank, or of the first rank alone
         {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
     ]
+    # gradient of the parameter before the layer, of ones, with which tokens are multiplied, (dim,)
+    dense = torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
     for call in drawn.calls:
-        for results, inputs in zip(expected, call):  # by rank, or of the first rank alone
-            x = inputs.tokens.double().requires_grad_()
-            gates = inputs.gates.double().requires_grad_()
-            if is_whole:
-                _, _, copies = _choice(twin, x)
-            else:
-                copies = _given_copies(inputs.experts, gates)
-            y = reference_output(twin, x, copies)
-            nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
-            loss = (y * inputs.dy.double()).sum() + nothing
-            loss.backward()
-            assert x.grad is not None
-            assert gates.grad is not None
-            results["output"].append(y.detach())
-            results["tokens"].append(x.grad)
-            results["gates"].append(gates.grad)
-            if drawn.situation.tokens_learn:
-                dense += (x.grad * x.detach()).sum(0)
-    whole = _gradients_of(twin)
+        for results, inputs in zip(expected, call):
+            of_dense = _add_expected(results, twin, inputs, is_whole=is_whole)
+            if drawn.situation.tokens_learn:  # else the system's tokens are not multiplied
+                dense += of_dense
+    whole = _gradients_of(twin)  # of all experts: `backward` added up those of all ranks and calls
     if shares:
         expected = expected * world  # every rank has the results of the first
     return [
-        results | _expected_gradients(whole, dense, whole._part(rank, world))
+        results | _expected_gradients(whole, dense, own=whole._part(rank, world))
         for rank, results in enumerate(expected)
     ]
+
+
+def _add_expected(results: Results, twin: MoE, inputs: _Input, *, is_whole: bool) -> Tensor:
+    """Run the reference's layer forward and backward on a rank's input, and add the output and the
+    gradients of tokens and routing weights to the rank's results. Return the gradient of a
+    parameter of ones with which tokens are multiplied, (dim,)."""
+    x = inputs.tokens.double().requires_grad_()
+    gates = inputs.gates.double().requires_grad_()
+    if is_whole:
+        _, _, copies = _choice(twin, x)
+    else:
+        copies = _given_copies(inputs.experts, gates)
+    y = reference_output(twin, x, copies)
+    nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
+    loss = (y * inputs.dy.double()).sum() + nothing
+    loss.backward()
+    assert x.grad is not None
+    assert gates.grad is not None
+    results["output"].append(y.detach())
+    results["tokens"].append(x.grad)
+    results["gates"].append(gates.grad)
+    return (x.grad * x.detach()).sum(0)
 
 
 def _given_copies(experts: Tensor, gates: Tensor) -> list[Copy]:

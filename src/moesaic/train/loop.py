@@ -399,25 +399,24 @@ class Trainer:
 
     def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, AuxiliaryLosses]:
         """Run forward and backward of all micro-batches, one after another. Return this rank's mean
-        loss, and the auxiliary losses."""
-        count = self.config.accumulation
+        loss, (), and the auxiliary losses; `again` is that of `_accumulate`."""
+        num_micro_batches = self.config.accumulation
         state = self.state
-        loss = torch.zeros(
-            (), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32)
-        )
+        loss_dtype = torch.promote_types(state.dtype, torch.float32)  # at least float32
+        mean_loss = torch.zeros((), device=state.device, dtype=loss_dtype)
         auxiliary = []
-        for micro in micro_batches(model, count, hold=state.hold):
+        # the last micro-batch's backward pass reduces the gradients of all
+        for micro in micro_batches(model, num_micro_batches, hold=state.hold):
             tokens, targets = self._batch(micro)
-            with (
-                self.routing.call(state.step, micro, again=again),
-                autocast(state.device, state.dtype),
-            ):
+            recording = self.routing.call(state.step, micro, again=again)  # or replaying
+            with recording, autocast(state.device, state.dtype):
                 output = model(tokens, targets)
             assert output.loss is not None
-            (output.loss / count).backward()
-            loss += output.loss.detach() / count
+            part_of_mean = output.loss / num_micro_batches
+            part_of_mean.backward()
+            mean_loss += part_of_mean.detach()
             auxiliary.append(self._note_load(output.routings, again=again))
-        return loss, auxiliary
+        return mean_loss, auxiliary
 
     def _run_in_flight(self, model: GPT, *, again: bool) -> tuple[Tensor, AuxiliaryLosses]:
         """Run forward and backward of all micro-batches, two at a time. Return this rank's mean

@@ -80,6 +80,24 @@ class Position:
     """The main thread's calls, outermost first: file, line and function."""
 
 
+@dataclass
+class _Seen:
+    """What the watch of a rank has seen up to its last round."""
+
+    at_seconds: float
+    """The time of the round, or of the start before the first one."""
+    place: tuple[str, list[int], list[tuple[int, int]]] | None = None
+    """What `Watch._place` returned; None before the first round."""
+    num_bytes: int = 0
+    """Bytes that the process had read and written."""
+    still_seconds: float = 0.0
+    """How long this rank has not moved, while no rank made progress in a long function."""
+    progress: int = 0
+    """How often any rank was seen to make progress in a long function."""
+    failures: int = 0
+    """How many ranks had failed."""
+
+
 class Watch:
     """Watches one rank of a run while its `with` block runs. A run of one process is not watched.
 
@@ -199,49 +217,53 @@ class Watch:
         """Watch until stopped: in each round, tell the others that this rank lives, and end the run
         if it stood still for too long, if a rank gave the run up, or if nobody answers."""
         beats = 0
-        place = None
-        num_bytes = 0
-        progress = 0  # how often any rank was seen to make progress, up to the last round
-        still_seconds = 0.0
-        last_look = time.monotonic()
-        had_failures = False  # whether a rank had failed by the last round
+        seen = _Seen(at_seconds=time.monotonic())
         while not self._stopped.wait(self._pause):
             beats = beats + 1
-
-            # A stopped process (or machine) does not hang, so each round counts no more seconds
-            # than it may take.
-            now = time.monotonic()
-            # the pause, what the store may take, and as much as a pause for all else
-            longest_round = 2 * self._pause + self._answer_seconds
-            still_seconds = still_seconds + min(now - last_look, longest_round)
-            last_look = now
-
-            earlier_bytes = num_bytes
-            earlier_place = place
-            num_bytes = _moved_bytes()
-            place = self._place()
-            has_moved = place != earlier_place
-            if has_moved:
-                still_seconds = 0.0
-
-            makes_progress = self._is_long and (has_moved or num_bytes != earlier_bytes)
-            is_over = still_seconds > self._patience
+            makes_progress = self._look(seen)
+            is_over = seen.still_seconds > self._patience
             try:
-                is_given_up, new_progress, failures = ask_store(
-                    partial(self._exchange, beats, is_over, makes_progress), self._answer_seconds
-                )
-                if self._roll.is_kept_by_rank_0 and failures and had_failures:
-                    self._leave()  # another rank has said why, and rank 0 waits for this one
-                had_failures = failures > 0
-                if is_given_up:
-                    # it waits for two rounds itself, and does not return
-                    ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
-                if new_progress != progress:  # some rank works in a long function
-                    progress = new_progress
-                    still_seconds = 0.0
-            except ConnectionError:
+                self._ask_others(seen, beats, is_over=is_over, makes_progress=makes_progress)
+            except ConnectionError:  # the store does not answer
                 if is_over:
                     self._end_alone()
+
+    def _look(self, seen: _Seen) -> bool:
+        """Look at this rank, once in a round, and update what was seen. Return whether it makes
+        progress in a long function."""
+        # A stopped process (or machine) does not hang, so each round counts no more seconds than it
+        # may take: the pause, what the store may take, and as much as a pause for all else.
+        longest_round = 2 * self._pause + self._answer_seconds
+        now = time.monotonic()
+        seen.still_seconds += min(now - seen.at_seconds, longest_round)
+        seen.at_seconds = now
+
+        num_bytes = _moved_bytes()
+        place = self._place()
+        has_moved = place != seen.place
+        has_moved_bytes = num_bytes != seen.num_bytes
+        seen.num_bytes = num_bytes
+        seen.place = place
+        if has_moved:
+            seen.still_seconds = 0.0
+        return self._is_long and (has_moved or has_moved_bytes)
+
+    def _ask_others(self, seen: _Seen, beats: int, *, is_over: bool, makes_progress: bool) -> None:
+        """Tell the other ranks how this one fares, update what was seen of them, and end a run that
+        is given up. Raise ConnectionError if the store does not answer."""
+        is_given_up, progress, failures = ask_store(
+            partial(self._exchange, beats, is_over, makes_progress), self._answer_seconds
+        )
+        had_failures = seen.failures > 0
+        if self._roll.is_kept_by_rank_0 and failures and had_failures:
+            self._leave()  # another rank has said why, and rank 0 waits for this one
+        seen.failures = failures
+        if is_given_up:
+            # it waits for two rounds itself, and does not return
+            ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
+        if progress != seen.progress:  # some rank works in a long function
+            seen.progress = progress
+            seen.still_seconds = 0.0
 
     def _place(self) -> tuple[str, list[int], list[tuple[int, int]]]:
         """Return a value that changes when this rank moves on: its step, the tags of its layers'

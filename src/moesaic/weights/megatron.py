@@ -42,38 +42,36 @@ OUTSIDE = {
 
 
 def grouped(projection: str) -> Place:
-    """Return the place of q, k or v in Megatron's joint tensor.
+    """Return the place of a projection, "q", "k" or "v", in Megatron's joint tensor.
 
-    For each key head, that tensor holds the heads of its queries, their gates (if any), the key
-    head and its value head.
+    In blocks of one head's rows, the joint tensor holds group after group, of a group its queries,
+    their gates (if any), its key and its value.
     """
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
-        """Yield (suffix of the name, rows of the part, rows of the joint tensor) of each head."""
+        """Yield (suffix of the name, rows of the part, rows of the joint tensor) of each block."""
         num_groups = config.num_key_value_heads
-        queries = config.num_attention_heads // num_groups
-        # In qwen3_next, q_proj holds each head's query rows, then its gate rows.
-        kinds = 2 if config.model_type == "qwen3_next" else 1
-        # All is counted in blocks of one head's rows. A group's blocks in the joint tensor:
-        # its queries, their gates, its key, its value.
-        before_key = queries * kinds
-        per_group = before_key + 2  # the key and the value
-        num_rows = part.shape[part.rows]
+        queries_per_group = config.num_attention_heads // num_groups
+        has_gates = config.model_type == "qwen3_next"
+        gates_per_group = queries_per_group if has_gates else 0
+        key_within_group = queries_per_group + gates_per_group
+        value_within_group = key_within_group + 1
+        blocks_per_group = value_within_group + 1
 
-        if projection != "q":
-            head_rows = num_rows // num_groups
-            within_group = before_key if projection == "k" else before_key + 1
-            for group in range(num_groups):
-                target = group * per_group + within_group
-                yield "", _block(group, head_rows), _block(target, head_rows)
-            return
+        # by block of the part, its place within its group's blocks of the joint tensor
+        places = {"q": [], "k": [key_within_group], "v": [value_within_group]}[projection]
+        if projection == "q":  # of each head its query and then, if there are gates, its gate
+            for query in range(queries_per_group):
+                places.append(query)
+                if has_gates:
+                    places.append(queries_per_group + query)
 
-        head_rows = num_rows // (num_groups * queries * kinds)
-        for head in range(num_groups * queries):
-            group, query = divmod(head, queries)
-            for kind in range(kinds):  # 0: the head's query, 1: its gate
-                target = group * per_group + kind * queries + query
-                yield "", _block(head * kinds + kind, head_rows), _block(target, head_rows)
+        num_blocks = num_groups * len(places)
+        block_rows = part.shape[part.rows] // num_blocks
+        for block in range(num_blocks):
+            group, place_in_group = divmod(block, len(places))
+            joint_block = group * blocks_per_group + places[place_in_group]
+            yield "", _block(block, block_rows), _block(joint_block, block_rows)
 
     return place
 

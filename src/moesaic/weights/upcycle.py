@@ -14,7 +14,7 @@ shard's output is scaled by that number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,12 @@ routing weights."""
 
 
 def _router(
-    shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int
+    name: str, shape: tuple[int, ...], weights: Mapping[str, Readable], settings: Upcycling
 ) -> Computed:
-    """Return a router, (experts, dim), with rows from a normal distribution. All shards of one copy
-    have the same row."""
+    """Return a router, (experts, dim), with rows from a normal distribution and with the dtype of
+    its layer's first norm. All shards of one copy have the same row."""
+    layer = _layer_of(name)
+    dtype = weights[f"model.layers.{layer}.input_layernorm.weight"].dtype
 
     def make(at: Region) -> torch.Tensor:
         """Return a region of the router's matrix: all of it is drawn anew, from the same seed."""
@@ -110,34 +112,21 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
     Raises:
         InputError: the type of model has no sparse counterpart, or sizes do not divide.
     """
-    model = Architecture(_sparse_config(dense.model.config, settings))
+    sparse = Architecture(_sparse_config(dense.model.config, settings))
     weights = dense.into(identity(dense.model.shapes))
-    tensors: dict[str, Readable] = {}  # those of the dense model, and routers, by their names
-    blocks: list[StoredBlock] = []
-    for name, shape in model.shapes.items():
-        match = LAYER.fullmatch(name)
-        if model.experts_of(name) is not None:
-            assert match is not None
-            for part in model.parts(name):
-                assert not part.transposed
-                _, _, projection = part.name.rpartition(".")
-                dense_name = f"model.layers.{match[1]}.mlp.{projection}_proj.weight"
-                weight = weights[dense_name]
-                # A shard has some of the hidden features: rows of gate and up, columns of down.
-                # Outputs of shards are scaled, as the module docstring says.
-                hidden_dim = 1 if projection == "down" else 0
-                if projection == "down":
-                    weight = _scaled(weight, settings.granularity)
-                tensors[dense_name] = weight
-                blocks += _shards(part, dense_name, weight.shape, settings, cut=hidden_dim)
+    sources: dict[str, Readable] = {}  # what is read: dense tensors, and routers, by their names
+    blocks: list[StoredBlock] = []  # which region of a source goes where in the sparse model
+    for name, shape in sparse.shapes.items():
+        if sparse.experts_of(name) is not None:
+            for part in sparse.parts(name):
+                dense_name, weight = _dense_weight(part, weights, settings)
+                sources[dense_name] = weight
+                blocks += _shards(part, dense_name, weight.shape, settings)
             continue
         if name in weights:
-            tensors[name] = weights[name]
-        else:
-            assert match is not None, name
-            # the one tensor without a dense one is the router: its dtype is that of a neighbour
-            norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
-            tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
+            sources[name] = weights[name]
+        else:  # the one other tensor that the dense model lacks is the router
+            sources[name] = _router(name, shape, weights, settings)
         whole = full_region(shape)
         blocks.append(StoredBlock(name, at=whole, tensor=name, index=whole))
     dropped = [
@@ -145,12 +134,38 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
         for state in dense.tensors
         if state is not None
     ]
-    layout = Layout(blocks, model.shapes, "the dense model", copies=True)
-    return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + dropped)
+    layout = Layout(blocks, sparse.shapes, "the dense model", copies=True)
+    left_behind = dense.left_behind + dropped
+    return Checkpoint(sparse, layout, {None: sources}, left_behind=left_behind)  # None: weights
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer that a tensor is in, by its name."""
+    match = LAYER.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])
+
+
+def _projection(part: Part) -> str:
+    """Return which of the projections of feed-forward layers a part is: gate, up or down."""
+    _, _, projection = part.name.rpartition(".")
+    return projection
+
+
+def _dense_weight(
+    part: Part, weights: Mapping[str, Readable], settings: Upcycling
+) -> tuple[str, Readable]:
+    """Return the name of the dense matrix of which the experts' matrices in a part are shards, and
+    the matrix; that of the outputs is scaled, as the module docstring says."""
+    assert not part.transposed
+    projection = _projection(part)
+    name = f"model.layers.{_layer_of(part.tensor)}.mlp.{projection}_proj.weight"
+    weight = weights[name]
+    return name, _scaled(weight, settings.granularity) if projection == "down" else weight
 
 
 def _shards(
-    part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int
+    part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling
 ) -> Iterator[StoredBlock]:
     """Yield the blocks that give each expert its shard of a dense matrix.
 
@@ -158,8 +173,9 @@ def _shards(
         part: the stacked matrices of the experts.
         stored: name of the dense matrix.
         shape: its shape.
-        cut: the dimension that is cut into shards.
     """
+    # a shard has some of the hidden features: rows of gate and up, columns of down
+    cut = 1 if _projection(part) == "down" else 0
     width = shape[cut] // settings.granularity
     for expert in range(settings.num_experts):
         shard = expert % settings.granularity

@@ -130,27 +130,36 @@ def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
 def _run_moved(
     layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None
 ) -> Tensor | None:
-    """Decide where samples go, and deliver results there, (tokens, dim); None if results must
-    return home first.
+    """Start to decide where samples go and, if the call is direct, run the experts and return their
+    results at the new homes, (tokens, dim). Return None, without running the experts, if results
+    must return home first: the call is not direct, or no sample moves.
 
     The decision starts as soon as all ranks have the counts. It is awaited when results are sent.
     """
+    _require_tokens_of_trip(call, move)
     on_mesh = _on_mesh(layer)
-    samples = move.before.slots * len(move.relocator.group)
-    if len(call.x_TD) != samples * move.length:
-        raise InputError(
-            f"sample placement: the layer got {len(call.x_TD)} tokens, the trip was started for "
-            f"{samples} samples of {move.length}: give start() the batch that the layers see"
-        )
-    # no sample moves: the layer runs as without moves
-    if move.rests or (isinstance(on_mesh.calls, BalancedCalls) and on_mesh.calls.stays(move)):
+    calls = on_mesh.calls
+    # the policy rests in this pass, or what balances the layer's calls chose that samples stay
+    if move.rests or (isinstance(calls, BalancedCalls) and calls.stays(move)):
         return None
     moved = _MovedCall.of(layer, on_mesh, call, move, residual)
-    if moved.is_direct:  # do all ranks run the same programs?
+    if moved.is_direct:  # its programs send rows: before that, ranks check that all run the same
         on_mesh.check_digests(call.routed)
-    if move.copies is None:  # not a recomputation, which repeats the decision
+    is_recomputation = move.copies is not None  # then the first pass has decided
+    if not is_recomputation:
         moved.decide(has_residual=residual is not None)
     return moved.deliver() if moved.is_direct else None
+
+
+def _require_tokens_of_trip(call: RoutedCall, move: SampleMove) -> None:
+    """Raise InputError unless a call has the tokens of all samples for which the trip was started:
+    those in the slots of each rank of the tensor-parallel group."""
+    num_samples = move.before.slots * len(move.relocator.group)
+    if len(call.x_TD) != num_samples * move.length:
+        raise InputError(
+            f"sample placement: the layer got {len(call.x_TD)} tokens, the trip was started for "
+            f"{num_samples} samples of {move.length}: give start() the batch that the layers see"
+        )
 
 
 class _OwnCopies(NamedTuple):

@@ -13,6 +13,8 @@ from moesaic.program.grid import Axis
 from moesaic.program.task import Flow, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 States = dict[Axis, State]
+AT_EXPERTS = Layout(spread=("ep", "etp"), experts="rank")
+"""Layout of rows at the ranks of their experts, all shards included."""
 
 
 class Builder:
@@ -257,11 +259,21 @@ def declare(
     )
 
 
-def deliver(build: Builder, rows: str, gates: str) -> str:
+def deliver(
+    build: Builder,
+    rows: str,
+    gates: str,
+    *,
+    at_experts: Layout = AT_EXPERTS,
+    group: tuple[Axis, ...] = ("ep", "etp"),
+) -> str:
     """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (->
-    P)."""
-    at_experts = Layout(spread=("ep", "etp"), experts="rank")
-    group: tuple[Axis, ...] = ("ep", "etp")
+    P).
+
+    Args:
+        at_experts: layout of rows and gates at the experts.
+        group: axes over which they must still move to be there.
+    """
     shards: States = {"etp": State.REPLICATED}
     rows_there = build.move(rows, "h", at_experts, group=group, states=shards, stage=Stage.DISPATCH)
     gates_there = build.move(

@@ -93,14 +93,7 @@ def ted(bias: bool = False) -> Program:
     gates_arrived = build.move(
         gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH
     )
-    shards: States = {"etp": State.REPLICATED}
-    rows_there = build.move(
-        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
-    )
-    gates_there = build.move(
-        gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
-    )
-    out = build.expert(rows_there, gates_there, "out")
+    out = deliver(build, arrived, gates_arrived, at_experts=at_experts, group=("etp",))
     summed = build.move(
         out,
         "summed",
@@ -151,27 +144,10 @@ def s2(bias: bool = False) -> Program:
     share = Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
-    mine = build.move(
-        rows, "mine", share, group=("tp",), states={"tp": State.SHARDED}, stage=Stage.DISPATCH
-    )
-    gates_mine = build.move(
-        gates,
-        "gates_mine",
-        share,
-        group=("tp",),
-        states={"tp": State.SHARDED},
-        stage=Stage.DISPATCH,
-    )
+    mine, gates_mine = _own_share(build, rows, gates, share)
     out = deliver(build, mine, gates_mine)
     returned = collect(build, out, share)
-    full = build.move(
-        returned,
-        "z_full",
-        whole,
-        group=("tp",),
-        states={"tp": State.IDENTICAL},
-        stage=Stage.COMBINE,
-    )
+    full = _joined(build, returned, whole)
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")
 
@@ -188,30 +164,18 @@ def s3(bias: bool = False) -> Program:
     whole_tokens = Layout(flow="tokens", whole_tp=True)
     whole = Layout(whole_tp=True)
     share = Layout()
-    slices: States = {"tp": State.SHARDED}
-    shards: States = {"etp": State.REPLICATED}
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
-    mine = build.move(rows, "mine", share, group=("tp",), states=slices, stage=Stage.DISPATCH)
-    gates_mine = build.move(
-        gates, "gates_mine", share, group=("tp",), states=slices, stage=Stage.DISPATCH
-    )
+    mine, gates_mine = _own_share(build, rows, gates, share)
     # All-to-all over ep, then an all-gather over etp: each shard had the rows of some origins only.
     at_ep_ranks = Layout(spread=("ep",), experts="rank")
-    at_experts = Layout(spread=("ep", "etp"), experts="rank")
     arrived = build.move(
         mine, "arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
     )
     gates_arrived = build.move(
         gates_mine, "gates_arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
     )
-    rows_there = build.move(
-        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
-    )
-    gates_there = build.move(
-        gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
-    )
-    out = build.expert(rows_there, gates_there, "out")
+    out = deliver(build, arrived, gates_arrived, group=("etp",))
     # The same back: a reduce-scatter over etp, then an all-to-all over ep.
     reduced = build.move(
         out,
@@ -222,13 +186,23 @@ def s3(bias: bool = False) -> Program:
         stage=Stage.COMBINE,
     )
     returned = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
-    full = build.move(
-        returned,
-        "z_full",
-        whole,
-        group=("tp",),
-        states={"tp": State.IDENTICAL},
-        stage=Stage.COMBINE,
-    )
+    full = _joined(build, returned, whole)
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")
+
+
+def _own_share(build: Builder, rows: str, gates: str, share: Layout) -> tuple[str, str]:
+    """Keep, of the rows and gates that all ranks of a tensor-parallel group have, the rank's
+    share."""
+    own: States = {"tp": State.SHARDED}
+    mine = build.move(rows, "mine", share, group=("tp",), states=own, stage=Stage.DISPATCH)
+    gates_mine = build.move(
+        gates, "gates_mine", share, group=("tp",), states=own, stage=Stage.DISPATCH
+    )
+    return mine, gates_mine
+
+
+def _joined(build: Builder, returned: str, whole: Layout) -> str:
+    """Gather the results of all shares on every rank of the tensor-parallel group."""
+    same: States = {"tp": State.IDENTICAL}
+    return build.move(returned, "z_full", whole, group=("tp",), states=same, stage=Stage.COMBINE)

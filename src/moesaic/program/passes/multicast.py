@@ -69,7 +69,7 @@ def multicast(program: Program, grid: Grid) -> Program:
     copies = build.permute(arrived.tokens, arrived.copy_index, "h", _at_ranks("copies"))
     outputs = build.expert(copies, arrived.gates, "out")
     sums = build.combine(outputs, arrived.copy_index, "sums", _at_ranks("rank_tokens"))
-    returned = _home(build, grid, sums, arrived.mate_index)
+    returned = _to_origins(build, grid, sums, arrived.mate_index)
     y = build.combine(
         returned, arrived.token_index, name="y_part", layout=y_layout, states=y_states
     )
@@ -144,9 +144,15 @@ def _to_experts(build: Builder, slot: str, name: str, group: tuple[Axis, ...]) -
     return build.move(slot, name, layout, group=group, states=states, stage=Stage.DISPATCH)
 
 
-def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
-    """Return the sums of rank_tokens to their origins. With an index, mates first sum them to
-    node_tokens."""
+def _to_origins(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
+    """Send the results back to their tokens' origins, and return the slot with what arrives.
+
+    Args:
+        sums: the slot of the results at the ranks of the experts, a sum for each rank_token.
+        mate_index: the slot of the index by which mates sum rank_tokens to node_tokens, so that
+            fewer rows cross between nodes; "" if they forward the rank_tokens.
+    """
+    # the results of an expert's shards are partial sums, which this movement adds up
     summed_shards: States = {"etp": State.SHARDED}
     if not _has_mates(grid):  # straight to the origins
         return build.move(
@@ -168,7 +174,7 @@ def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
     )
     if mate_index:
         at_mate = build.combine(at_mate, mate_index, "z_here", _at_mate("node_tokens"))
-    at_origin = Layout(flow=build.flow(at_mate))
+    at_origin = Layout(flow=build.flow(at_mate))  # node_tokens, or still rank_tokens
     return build.move(at_mate, "z", at_origin, group=("node",), states={}, stage=Stage.COMBINE)
 
 

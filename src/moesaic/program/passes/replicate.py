@@ -71,18 +71,18 @@ def _replicated(layout: Layout) -> Layout:
 
 
 def relays(grid: Grid) -> bool:
-    """Return whether replicated weights go to each node once, to the home's counterpart there,
-    which sends them on.
+    """Return whether replicated weights are relayed: sent to each node once, to the home's
+    counterpart there, which sends them on inside the node.
 
-    The gradients return the same way, summed on each node first. This needs more than one ep rank
-    per node.
+    The gradients return the same way, summed on each node first.
     """
-    if grid.nodes_per_replica < 2:
+    if grid.nodes_per_replica < 2:  # 1: weights stay on their node; 0: spread unevenly over nodes
         return False
-    # After `period` ranks the positions of ranks on nodes repeat.
+    # These ranks stand for all: after `period` ranks, what is on a node repeats.
     ranks = range(grid.period)
-    if all(_has_one_ep_rank_on_node(grid, rank) for rank in ranks):
+    if all(_has_one_ep_rank_on_node(grid, rank) for rank in ranks):  # nobody to send on to
         return False
+    # on every node, the weights of every home must arrive at a counterpart
     all_ep_ranks = set(range(grid.ep))
     return all(_reached(grid, rank) == all_ep_ranks for rank in ranks)
 
