@@ -123,9 +123,7 @@ class Testbed:
         """
         name, length = MODELS[model]
         grid = self.grid(world, 4, 4)
-        step = WholeStep(
-            name, self.cluster, grid, num_experts=world // 4, sequences=STEP_SEQUENCES
-        )
+        step = WholeStep(name, self.cluster, grid, num_experts=world // 4, sequences=STEP_SEQUENCES)
         layer = replace(step.model.layer, top_k=self.top_k, capacity_factor=STEP_FACTOR)
         assert layer.tokens == STEP_SEQUENCES * length
         milliseconds = {}
