@@ -125,15 +125,18 @@ class ToldRouter(AbstractRouter):
         self._choice = token_choice(experts_TK)
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return equal scores, since `choose` reads none."""
         even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
         return Scores(even, even, even, even)
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Return what `tell` was told."""
         assert self._choice is not None, "nobody told the router"
         return self._choice
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        """Return weights that depend only on the slot of the choice."""
         falling = torch.arange(top_k, 0, -1, dtype=scores.gates.dtype)
         return (falling / falling.sum())[choice.slot]

@@ -184,6 +184,7 @@ def on_rank(case: AutoCase) -> AutoResult:
     assert layer.on_mesh is not None
     auto = AutoPlan.of(mesh)
     auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
+    # it ends the steps that `auto` counts, and changes no weights
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
 
     def train(steps: int) -> None:
@@ -197,6 +198,7 @@ def on_rank(case: AutoCase) -> AutoResult:
         train(STEPS)
     if case.changes:
         train(20)
+        # until the links have changed
         time.sleep(max(started + AT_SECONDS + 1 - time.monotonic(), 0.0))
         train(STEPS)
     assert auto.table is not None
@@ -204,7 +206,7 @@ def on_rank(case: AutoCase) -> AutoResult:
     own = [compile_plan(plan, case.job.grid) for plan in auto.table.plans]
     methods, alike = distinct(_named([chosen, *own]) | dict(case.job.methods))
     gc.collect()
-    layer.on_mesh.auto = None
+    layer.on_mesh.auto = None  # from here on, each run says its plan
     run = {name: partial(runner.step, compiled) for name, compiled in methods.items()}
     spans = in_turn(run, case.repeats, barrier=start_together(latest), warmup=1)
     name = plan_in_words(chosen.plan)

@@ -43,7 +43,7 @@ class Place:
             name: value for name, value in vars(self).items() if name not in self.may_be_zero
         }
         require_positive(numbers, f"{self.part}: " if self.part else "")
-        _ = self.bed
+        _ = self.bed  # made now, so that an impossible one is refused
 
     @property
     def may_be_zero(self) -> tuple[str, ...]:

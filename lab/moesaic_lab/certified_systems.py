@@ -256,6 +256,7 @@ class TransformersLayer(AbstractMoELayer):
         split = [experts.gate_up_proj, experts.down_proj]
         parameters = _placed(same, split, mesh)
         trainer: Any = import_module("transformers").Trainer
+        # without a trainer, of which the method reads nothing
         return float(trainer._mixed_mesh_grad_norm(None, nn.ParameterList(parameters), max_norm))
 
 

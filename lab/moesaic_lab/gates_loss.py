@@ -93,6 +93,7 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
         num_experts = moe.num_experts // 2
         hidden = moe.hidden * 2
         moe = replace(moe, num_experts=num_experts, hidden=hidden, top_k=1)
+    # `add_gate` puts the topology's gate around a plain one
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
     model = replace(plain.model, seq_len=128, moe=moe)
     return short_run(plain, steps, seed=seed, model=model)
@@ -178,7 +179,7 @@ def stepper(
         mesh: the mesh of all ranks.
         batches: tokens and targets of all ranks.
     """
-    config = configuration(gate, 0, steps)
+    config = configuration(gate, seed=0, steps=steps)  # any seed: the weights are loaded
     following = iter(batches)
     model = GPT(config.model, vocab)
     add_gate(model, gate, mesh.grid.coordinate(mesh.rank, "dp"))

@@ -54,6 +54,7 @@ def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any
             seed=seed,
             steps=steps or preset.steps,
             tensorboard=False,
+            # only at the end
             evaluate=replace(preset.evaluate, every=10**9),
             save=SaveConfig(every=10**9),
             optimizer=replace(preset.optimizer, lr=lr),

@@ -196,6 +196,7 @@ def count_form(name: str) -> dict[str, list[str]]:
 
 
 def _row(path: str, names: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return a row for each pass of a path, with the names of its operators."""
     return [
         {"path": path, "pass": each, "operators": len(ops), "names": " ".join(ops)}
         for each, ops in names.items()

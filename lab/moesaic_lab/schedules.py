@@ -66,7 +66,8 @@ class EvenRouter(Hash):
         """Choose experts by the token's position."""
         token = torch.arange(len(scores.logits)).repeat_interleave(top_k)
         slot = torch.arange(top_k).repeat(len(scores.logits))
-        return Choice(token, (token * top_k + slot) % self.num_experts, slot, None, top_k)
+        expert = (token * top_k + slot) % self.num_experts
+        return Choice(token=token, expert=expert, slot=slot, sent=None, per_token=top_k)
 
 
 Counted = dict[str, tuple[int, int]]

@@ -181,7 +181,7 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
         "mesh": f"searched for {model}",
         "plan": f"ep {best['mesh']['ep']}, {best['plan']['all_to_all']}",
         "loads": "even",
-        "tasks": 0,
+        "tasks": 0,  # a search has no single program; it is timed once, so has no range
         "cold_seconds": times[0],
         "cold_range": "",
         "warm_seconds": times[0],

@@ -64,6 +64,7 @@ SMALL: dict[str, Any] = {
     "precision": "float32",
     "tensorboard": False,
     "log_every": 1,
+    # more steps than a soak reaches: rounds save, and end when the time is over
     "evaluate": {"every": 10_000_000, "sequences": 4},
     "steps": 10_000_000,
     "save": {"every": 10_000_000},

@@ -71,6 +71,7 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
                 seed=seed,
                 tensorboard=False,
                 steps=steps or config.steps,
+                # only at the end
                 evaluate=replace(config.evaluate, every=10**9),
                 save=SaveConfig(every=10**9),
             )

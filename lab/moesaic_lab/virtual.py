@@ -176,7 +176,7 @@ class VirtualCodec(AbstractCodec):
         return torch.zeros(num_rows, dim, dtype=dtype, device=fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
-        """Return infinite bounds of the error."""
+        """Return infinite bounds of the error, since decoded rows are not those that were sent."""
         return torch.full(rows.shape, torch.inf, dtype=torch.float64, device=rows.device)
 
 

@@ -125,7 +125,8 @@ def budget_of(place: BalancePlace) -> int:
     compiled = compile_plan(Plan(), place.grid)
     experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
     call = CountedCall(even_copies, tokens, place.hidden, lambda: experts)
-    peak_bytes = MemoryBudget(compiled, place.num_experts).peak(compiled, None, call)  # by rank
+    memory = MemoryBudget(compiled, place.num_experts)
+    peak_bytes = memory.peak(compiled, replicated=None, call=call)  # by rank
     return int(BUDGET * peak_bytes.max())
 
 
@@ -244,7 +245,8 @@ def _figures(cell: BalanceCell, name: str) -> Row:
 
 
 def cell_of(rows: Sequence[Row], case: SkewedCase) -> BalanceCell:
-    """Rebuild a cell from its rows, as `rows_of` wrote them."""
+    """Rebuild a cell from its rows, as `rows_of` wrote them. What rows do not keep is left empty or
+    0: the link that limits a method, and the number of its messages between nodes."""
     by_method = {row["method"]: row for row in rows}
     budgets = [row["promised_bytes"] for row in rows if row["promised_bytes"]]
     known_methods = methods(case.place.grid, budgets[0] if budgets else None)

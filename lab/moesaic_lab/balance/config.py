@@ -87,7 +87,7 @@ class BalancePlace(Place):
 
     @property
     def may_be_zero(self) -> tuple[str, ...]:
-        """Names of the numbers that need not be above 0."""
+        """Names of the numbers that need not be above 0, including those of subclasses."""
         return ("per_message", "layer", "history_step", "persistence", "locality")
 
     @property

@@ -145,8 +145,8 @@ def recorded(
 def recorded_shares(
     trace: Trace, layer: int, step: int, ranks: int, experts_per_rank: int
 ) -> np.ndarray:
-    """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that
-    each rank computed.
+    """Return each expert's share of the copies, (ranks * experts_per_rank,), from a trace of the
+    copies that each rank computed.
 
     If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is
     smaller, the first ones are used. How a rank's load splits over its experts is not recorded, so

@@ -103,6 +103,7 @@ def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
         history: (num_experts,) copies for each expert, assumed to come from all ranks equally.
         grid: the mesh.
     """
+    # SmartMoE balances loads and reads no sizes
     load = ExpertLoad(
         grid=grid,
         copies=np.tile(history / grid.world, (grid.world, 1)),

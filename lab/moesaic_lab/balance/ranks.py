@@ -151,7 +151,7 @@ class Subject:
         )
         expert_of_slot = torch.from_numpy(np.argsort(self.experts_at))
         for weights in self.layer.experts.parameters():
-            weights.data = weights.data[expert_of_slot]
+            weights.data = weights.data[expert_of_slot]  # a slot gets those of its expert
         is_arbiter = method.plan.replication == "arbiter"
         policy = policy_of(method, place.profiled_costs if is_arbiter else place.costs)
         self.decided: list[CallDecision] = []

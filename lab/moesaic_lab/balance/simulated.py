@@ -159,7 +159,7 @@ class Larger:
             compiled = programs[option.program]
             seconds = self._cached_seconds(compiled, load, replicated, tokens)
             results.append((seconds, 0.0, len(np.unique(replicated.expert))))
-        return min(results)
+        return min(results)  # the fastest
 
     def _cached_seconds(
         self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int
@@ -274,7 +274,7 @@ def decisions(
     arbitration = arbiter.start(arbiter.option_plans(plan, grid))
     timed = []
     for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
-        load = CallLoad(grid, copies, experts, 1024, 2048)
+        load = CallLoad(grid, copies, num_experts=experts, units=1024, dim=2048)
         started = time.perf_counter()
         decision = arbitration.choose(load)
         seconds = time.perf_counter() - started

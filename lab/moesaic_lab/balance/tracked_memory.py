@@ -51,6 +51,7 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operation, and track the storages that it allocates."""
         for value in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(value.untyped_storage())
             if ref.cdata not in self._alive:

@@ -465,7 +465,9 @@ class FaultedRun:
 
         Args:
             port: that of the store.
-            fault: the fault; ranks that are disturbed from outside get it in vain.
+            fault: the fault. It is handed to the rank that it hits, to all ranks for "clock".
+                `become_rank` does nothing with a kind that strikes from outside (signals, links,
+                strangers), which is `_inject`'s part.
             strikes_at: the step in which it strikes.
             restarts: how often a launcher has started the ranks anew on the same store.
             paced: whether steps take some time; if not, no checkpoint is saved before the last
@@ -488,11 +490,13 @@ class FaultedRun:
         for rank in range(WORLD):
             environment = self._environment(rank, port, restarts)
             if fault is not None and not fault.has_store:
-                # as of a launcher without a store: rank 0 makes it
+                # Without TORCHELASTIC_USE_AGENT_STORE rank 0 makes the store itself, as under a
+                # launcher other than torchrun, which sets none of its variables.
                 environment = {
                     name: text for name, text in environment.items() if "ELASTIC" not in name
                 }
             planted = None
+            # "clock" is of no single rank: the time jumps on all of them
             if fault is not None and (fault.rank == rank or fault.kind == "clock"):
                 planted = fault
 

@@ -150,7 +150,8 @@ def _process_of(thread: int) -> int:
 
 
 def _row(place: Place, ranks: int, fault: Fault, known: Undisturbed) -> dict[str, Any]:
-    """Disturb a command once, let it go on, and return what happened."""
+    """Disturb a command once, let it go on, and return what happened. Its steps are not counted:
+    those reached, resumed from and lost are 0."""
     example = place.example
     loses_output = fault.kind == "output"
     num_writes = known.prints if loses_output else known.saves
@@ -197,7 +198,8 @@ def _row(place: Place, ranks: int, fault: Fault, known: Undisturbed) -> dict[str
 
 
 def _is_named(fault: Fault, ranks: int, ended: writes.Ended) -> bool:
-    """Return whether a rank that was left said what happened."""
+    """Return whether a rank that was left said what happened; true where none was left, since the
+    only one was killed, and where the command ended well."""
     if ended.code == 0 or (fault.way == "SIGKILL" and ranks == 1):
         return True
     return any(line.startswith("moesaic ") for line in ended.err.splitlines())

@@ -124,4 +124,6 @@ def until_experts(program: Program) -> Program:
 
 
 LANES = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}
-"""Methods of the comparison of lanes, with the argument `which` of `exchange`."""
+"""Methods of the comparison of lanes, with which rows they move: the argument `which` of
+`exchange`. Pipelined has a lane of messages inside the nodes (intra) and one of messages between
+nodes (inter)."""

@@ -42,9 +42,11 @@ class CommMethod:
 
     work: Work
     values: Mapping[str, Value]
-    """Inputs of this rank, by slot."""
+    """Inputs of this rank, by slot: the rows of an exchange (`rows`); the tokens (`x`) of a
+    dispatch, their routing weights (`gates`) and the indices of their copies."""
     expected: Mapping[str, Tensor]
-    """Expected outputs on this rank, by slot."""
+    """Expected outputs on this rank, by slot: the received rows (`h`); of a dispatch also their
+    routing weights (`g`), and per chunk if there are several."""
 
 
 def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
@@ -55,25 +57,26 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
     """
     dim = config.dim
     methods: dict[str, CommMethod] = {}
-    if sweep.kind == "dispatch":
+    if sweep.kind == "dispatch":  # tokens to their experts, by linear and by multicast
         methods = dispatches(sweep, config.seed, dim)
-    elif sweep.kind == "lanes":
+    elif sweep.kind == "lanes":  # pipelined, with all rows and with those of one lane alone
         for name, which in LANES.items():
-            methods[name] = exchanged(sweep, size_kib, dim, "pipelined", which)
-    else:
+            methods[name] = exchanged(sweep, size_kib, dim, algorithm="pipelined", which=which)
+    else:  # "exchange" or "limit": the all-to-alls that the sweep names
         for name in sweep.methods:
             if name != TORCH:
-                methods[name] = exchanged(sweep, size_kib, dim, name)
+                methods[name] = exchanged(sweep, size_kib, dim, algorithm=name)
 
-    # torch's all-to-all is no program: it sends the messages of the linear one
+    # torch's all-to-all is no program: it sends the messages of the linear one. Lanes compare
+    # pipelined with itself only, whatever methods their sweep names.
     torch_runs: dict[str, Callable[[], object]] = {}
     torch_sent: dict[str, list[list[Message]]] = {}
     if TORCH in sweep.methods and sweep.kind != "lanes":
-        linear = exchanged(sweep, size_kib, dim, "linear")
-        sent_rows = linear.values["rows"]
-        assert isinstance(sent_rows, Tensor)
-        torch_runs[TORCH] = partial(torchs_own, sent_rows)
-        _compare(TORCH, linear.expected, {"h": torchs_own(sent_rows)})
+        linear = exchanged(sweep, size_kib, dim, algorithm="linear")
+        own_rows = linear.values["rows"]  # those that this rank has to send
+        assert isinstance(own_rows, Tensor)
+        torch_runs[TORCH] = partial(torchs_own, own_rows)
+        _compare(TORCH, linear.expected, {"h": torchs_own(own_rows)})
         torch_sent[TORCH] = [_planned(linear, dim)]
 
     transport = open_transport(name="sockets")
@@ -91,8 +94,14 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
 def exchanged(
     sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all"
 ) -> CommMethod:
-    """Return an even all-to-all with this rank's rows and those that it must receive; `algorithm`
-    and `which` are as in `exchange`."""
+    """Return an even all-to-all with this rank's rows and those that it must receive.
+
+    Args:
+        size_kib: size of all rows of a rank.
+        algorithm: a name in `ALL_TO_ALLS`.
+        which: "all" to move all rows, "inside" for only those that stay in their node, "across" for
+            only those that leave it.
+    """
     grid = all_ep(sweep.nodes, sweep.ranks_per_node)
     work = exchange(grid, sweep.rows_of(size_kib, dim), algorithm, which)
     rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))

@@ -127,6 +127,7 @@ def kept_rows(path: Path) -> Rows:
         return []
     result = json.loads(path.read_text(encoding="utf-8"))
     where = {"cpu": result["machine"]["cpu"], "date": result["date"]}
+    # what a row itself says of its measurement counts; the file's is for rows that say nothing
     return [where | row for row in result["rows"]]
 
 

@@ -65,7 +65,8 @@ class Bound:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Run all products once."""
+        """Run all products once. Only their time counts: the activation overwrites its input, so
+        that its derivative is taken of the result."""
         # forward
         for up, matrices in enumerate(self.ups):
             for e in self.experts:

@@ -114,6 +114,7 @@ def compiling_for(
     def compile_only(
         self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
     ) -> object:
+        # Triton's warm-up compiles and does not launch
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         kernels.append(_describe(kernel, capability, private or cache))
         return kernel
@@ -145,7 +146,9 @@ def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
         stack.enter_context(mock.patch.object(JITFunction, "run", run_nothing))
-        stack.enter_context(_device(capability, -capability))  # which has no kernel yet
+        # Triton remembers kernels by the device's number: one that `compiling_for` does not use,
+        # so that no kernel counts as compiled
+        stack.enter_context(_device(capability, -capability))
         yield variants
 
 

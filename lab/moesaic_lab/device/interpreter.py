@@ -101,7 +101,7 @@ def _patch_languages_where_needed(interpreter: Any) -> None:
             # a patch replaces the builtin `load`
             if is_language and language.core.is_builtin(value.load):
                 return patch(function)
-        return interpreter._LangPatchScope()
+        return interpreter._LangPatchScope()  # has nothing to restore after the function
 
     interpreter._patch_lang = patched_once
 

@@ -134,6 +134,7 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
             SwiGLU experts.
     """
     layer = case.layer()
+    # one for each call: one that fills caches, one whose memory is watched, and the rounds
     inputs = [case.inputs(seed) for seed in range(2 + WARM_UP + repeats)]
     first_x, _ = inputs[0]
     layer.step_counts.zero_()

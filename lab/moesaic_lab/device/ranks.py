@@ -233,7 +233,7 @@ def training_row(*, dry: bool) -> Row:
             "existing": "resume",
         }
         rank_losses = sharing_gpu(losses_of, runs, folder, dry=dry)[0]
-    del rank_losses["begun"]
+    del rank_losses["begun"]  # the run that resumes it has the losses of its steps too
     differences = []
     for name, run_losses in rank_losses.items():
         # a step's load-balance loss is of its micro-batches

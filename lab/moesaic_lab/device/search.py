@@ -208,7 +208,9 @@ def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
             descriptors=default.descriptors,
             stages=stages,
         )
-        if tile != default and fits(tile, shape, device) and columns < 2 * shape.columns:
+        # at least half of a tile of twice the product's columns would be empty
+        is_too_wide = columns >= 2 * shape.columns
+        if tile != default and fits(tile, shape, device) and not is_too_wide:
             yield tile
 
 

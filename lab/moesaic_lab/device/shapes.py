@@ -86,8 +86,8 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         layers: the layers to claim something about, measured or not.
-        rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or
-            "dense".
+        rows: rows of `on_gpu.measure` and `measure_sonic` by name: a layer's name, "sonic." and a
+            layer's name, or "dense".
     """
     all_claims = []
     for layer in layers:

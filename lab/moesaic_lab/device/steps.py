@@ -239,8 +239,9 @@ class _Steps:
 
     def tuning(self, layers: Sequence[str], products: Sequence[str]) -> list[GpuStep]:
         """Return the steps that search tiles for products of layers."""
+        search_seconds = "9"  # of the step's 14: the rest is for its start and its last candidate
         return [
-            self._part("tune", 14, layer, product, "9", name=f"tune.{layer}.{product}")
+            self._part("tune", 14, layer, product, search_seconds, name=f"tune.{layer}.{product}")
             for layer, product in itertools.product(layers, products)
         ]
 

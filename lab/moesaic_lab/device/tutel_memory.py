@@ -55,7 +55,8 @@ class LayerSizes:
         scratch = block_rows * (2 * self.hidden + 4 * self.dim)
         token_tensors = 4 * tokens * self.dim
         pre_activations = tokens * self.top_k * self.hidden
-        return (2 * weights + token_tensors + pre_activations + scratch) * self.item
+        weights_and_gradients = 2 * weights
+        return (weights_and_gradients + token_tensors + pre_activations + scratch) * self.item
 
 
 def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:

@@ -53,22 +53,22 @@ class Ended:
     """The names below its folder that it opened, listed, made or removed."""
 
 
-def _link(place: Path, outside: Path, original: Path | None) -> None:
+def _link(place: Path, outside: Path) -> None:
     """Make a link to a file outside the folder."""
     place.symlink_to(outside / "file")
 
 
-def _link_to_folder(place: Path, outside: Path, original: Path | None) -> None:
+def _link_to_folder(place: Path, outside: Path) -> None:
     """Make a link to a folder outside the folder."""
     place.symlink_to(outside / "folder")
 
 
-def _hard_link(place: Path, outside: Path, original: Path | None) -> None:
+def _hard_link(place: Path, outside: Path) -> None:
     """Make a second name of a file outside the folder."""
     place.hardlink_to(outside / "file")
 
 
-def _socket(place: Path, outside: Path, original: Path | None) -> None:
+def _socket(place: Path, outside: Path) -> None:
     """Make a socket."""
     with socket.socket(socket.AF_UNIX) as listening:
         short = outside.parent / "s"  # the name of a socket has at most 107 bytes
@@ -76,25 +76,24 @@ def _socket(place: Path, outside: Path, original: Path | None) -> None:
         short.rename(place)
 
 
-def _huge(place: Path, outside: Path, original: Path | None) -> None:
+def _huge(place: Path, outside: Path) -> None:
     """Make a sparse file that is larger than memory."""
     with place.open("wb") as file:
         file.truncate(HUGE_BYTES)
 
 
-KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
+KINDS: Mapping[str, Callable[[Path, Path], None]] = {
     "link to a file": _link,
     "link to a folder": _link_to_folder,
-    "dangling link": lambda place, outside, original: place.symlink_to(outside / "nothing"),
-    "link to /dev/zero": lambda place, outside, original: place.symlink_to("/dev/zero"),
-    "pipe": lambda place, outside, original: os.mkfifo(place),
+    "dangling link": lambda place, outside: place.symlink_to(outside / "nothing"),
+    "link to /dev/zero": lambda place, outside: place.symlink_to("/dev/zero"),
+    "pipe": lambda place, outside: os.mkfifo(place),
     "socket": _socket,
-    "folder": lambda place, outside, original: place.mkdir(),
+    "folder": lambda place, outside: place.mkdir(),
     "hard link": _hard_link,
     "huge": _huge,
 }
-"""By name: makes something of that kind at a place, given a folder outside and what was at the
-place before."""
+"""By name: makes something of that kind at a place, given a folder outside."""
 
 
 def row(
@@ -155,11 +154,10 @@ def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str
     place = folder / name
     _make_outside(outside, place)
 
-    original = scratch / "before"
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
-        place.rename(original)
-    KINDS[kind](place, outside, original if original.exists() else None)
+        place.rename(scratch / "before")
+    KINDS[kind](place, outside)
 
     before = _contents(outside)
     ended = _run(example.words, folder)
@@ -305,7 +303,7 @@ def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> Non
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
         traceback.print_exc()
-        code = 3
+        code = 3  # with which no command ends on its own
     sys.stdout.flush()
     sys.stderr.flush()
     line.send(tuple(names))
@@ -342,6 +340,6 @@ def _names(event: str, arguments: tuple[Any, ...], folder: Path) -> Iterator[str
 
 def _is_new(name: str) -> bool:
     """Return whether a name is drawn anew in every run, so that nobody can put anything there
-    beforehand."""
+    beforehand: that of a file being written, but not of a checkpoint, which ends with its step."""
     _, _, drawn = name.rpartition("/.writing-")
     return "/.writing-" in f"/{name}" and not drawn.isdigit()

@@ -257,10 +257,11 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, str, bytes]]) -> bytes:
-        """Return the bytes after edits, each a position, what to do there, and some bytes."""
+        """Return the bytes after edits, each a position, what to do there, and some bytes, of which
+        "cut" and "flip" use only the number."""
         changed = bytearray(data)
         for at, act, extra in edits:
-            if act == "cut":
+            if act == "cut":  # 1 to 64 bytes
                 del changed[at : at + 1 + 7 * len(extra)]
             elif act == "put":
                 changed[at:at] = extra
@@ -268,7 +269,7 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
                 changed[at : at + len(extra)] = extra
             elif act == "zero":
                 changed[at : at + 8] = bytes(len(changed[at : at + 8]))
-            elif at < len(changed):
+            elif at < len(changed):  # "flip": a bit
                 changed[at] ^= 1 << (len(extra) % 8)
         return bytes(changed)
 

@@ -198,13 +198,14 @@ def _batch(line: Connection, targets: list[Target], inputs: int, number: int) ->
         line: gets the target that is at work, and how many inputs it has had.
         number: seed of the batch.
     """
-    first_seed = number * 1_000_003
+    first_seed = number * 1_000_003  # far more than the rounds of a batch: no seed comes twice
     for target in targets:
         _run_round(line, target, FIRST, first_seed)
 
     has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 1
     while (missing := inputs - sum(target.inputs for target in targets)) > 0:
+        # without readers, which take any number of inputs, commands must take all of them
         left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
         mean_seconds = sum(each.seconds for each in left) / len(left)
         share = -(-missing // len(left))

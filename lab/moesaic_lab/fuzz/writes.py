@@ -380,7 +380,7 @@ def _command(
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
         traceback.print_exc()
-        code = 3
+        code = 3  # with which no command ends on its own
     try:
         sys.stdout.flush()
     except OSError:  # what the interpreter says at its end

@@ -65,6 +65,7 @@ def experts(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
 def few_rows(cluster: ClusterSpec, numbers: np.ndarray) -> ClusterSpec:
     """Return the cluster with the shares `numbers` of its devices' rate by `ROWS` from 64 rows on,
     except for the last."""
+    # 1 and 16 rows take as long as a tile of 64
     shares = (numbers[0] / 64, numbers[0] / 4, *numbers, 1.0)
     return replace(cluster, device=replace(cluster.device, gemm_rows=ROWS, gemm_share=shares))
 

@@ -246,7 +246,7 @@ def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     rows = np.full(experts, copies / experts)
     work = 6.0 * dim * hidden
     seconds = rates.product_seconds(rows, work, work, grouped=True)
-    traffic_seconds = rates.traffic_seconds(rows, dim, hidden, 3, 2)
+    traffic_seconds = rates.traffic_seconds(rows, dim, hidden, matrices=3, element_bytes=2)
     return float((seconds + traffic_seconds).sum()) + cluster.host.task_us * 1e-6
 
 
@@ -284,7 +284,9 @@ def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator
         rows = np.full(layer.num_experts, layer.copies / layer.num_experts)
         work = 6.0 * layer.dim * layer.hidden
         by_expert = rates.product_seconds(rows, work, work, grouped=True)
-        by_expert += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
+        by_expert += rates.traffic_seconds(
+            rows, layer.dim, layer.hidden, matrices=3, element_bytes=2
+        )
         forward_seconds = float(by_expert.sum())
         # backward has two products for each one of forward
         for direction, times in (("forward", 1), ("backward", 2)):
@@ -418,7 +420,7 @@ def laer() -> Iterator[Entry]:
         rows = np.array([float(row["copies"])])
         work = 6.0 * 4096 * hidden
         forward_seconds = rates.product_seconds(rows, work, work, grouped=True)
-        forward_seconds += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
+        forward_seconds += rates.traffic_seconds(rows, 4096, hidden, matrices=3, element_bytes=2)
         yield Entry(
             kind="layers",
             what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step",

@@ -44,7 +44,7 @@ class ModelCase(LayerPlace):
             raise InputError(
                 f"case {self.name}: etp={self.etp} does not divide the bed's {self.world} ranks"
             )
-        _ = self.grid
+        _ = self.grid  # made now, so that an impossible one is refused
 
     @property
     def may_be_zero(self) -> tuple[str, ...]:

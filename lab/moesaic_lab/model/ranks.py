@@ -97,7 +97,7 @@ def measure(job: ModelJob) -> PlanTimes:
 
 
 def profiled(ranks_per_node: int, repeats: int) -> ClusterSpec:
-    """Profile the bed on ranks that are each bound to one core. All ranks call this together and
-    return the same."""
+    """Profile the bed on ranks that are each bound to one core, without showing progress. All ranks
+    call this together and return the same."""
     hold_still(dist.get_rank())
     return profile(ranks_per_node, repeats, ("fp32",), lambda what, share: None, "sockets").cluster

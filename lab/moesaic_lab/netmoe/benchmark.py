@@ -287,7 +287,7 @@ def decisions() -> Rows:
         setting = paper_setting(2, 8, slots=samples // 16)
         hidden = Costs(setting, paper_cluster(2, 8)).hidden_seconds()
         for name, placer in (("two_stage", TwoStage(**ALWAYS)), ("weighed", Weighed(**ALWAYS))):
-            times = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
+            times = Timing.of(decision_seconds(setting, placer, repeats=7, clock=time.perf_counter))
             rows.append(
                 {
                     "samples": samples,

@@ -76,7 +76,7 @@ class TableRouter(SoftmaxTopK):
         zeros_TE = x_TD.new_zeros(len(x_TD), self.num_experts)
         logits_TE = zeros_TE.scatter(1, self._table[number_T], 1.0)
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE)
+        return Scores(logits=logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE)
 
 
 class Stack:

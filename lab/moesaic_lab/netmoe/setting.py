@@ -170,6 +170,7 @@ class Journey:
         over these layers."""
         node = np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
         decisions = list(zip(self.homes, self.homes[1:-1]))  # without the last move, home
+        # a single layer decides nothing, and nothing moves
         samples = max(len(decisions), 1) * self.homes[0].samples.size
         between_nodes = sum(before.moved(after, node) for before, after in decisions)
         between_ranks = sum(before.moved(after, None) for before, after in decisions)
@@ -222,7 +223,9 @@ class Costs:
             copies = of_samples.reshape(grid.world, self.setting.slots, -1).sum(1)
             tokens = np.full(grid.world, self._layer.tokens)
             shapes = self._plain.shapes(self._layer.num_experts)
-            sizes = CallSizes(grid, copies, tokens, 1, units=self._layer.hidden, shapes=shapes)
+            sizes = CallSizes(
+                grid, copies, tokens, num_chunks=1, units=self._layer.hidden, shapes=shapes
+            )
             calls += [(self._plain.forward, sizes), (self._plain.backward, sizes)]
         return self._summed(calls)
 
@@ -285,7 +288,7 @@ def decision_seconds(
         clock: returns the current time in seconds.
     """
     # one decision more than asked for, to warm up, and a layer that follows the last decision
-    trace = routing(replace(setting, num_layers=repeats + 2), 0.4)
+    trace = routing(replace(setting, num_layers=repeats + 2), locality=0.4)
     seconds = []
     for layer in range(repeats + 1):
         homes = Homes.start(setting.grid.world, setting.slots)

@@ -36,8 +36,9 @@ class FullAttention(Attention):
         self, dim: int, num_heads: int, block: BlockConfig, *, cross: bool = False
     ) -> None:
         super().__init__(dim, num_heads, block)
+        # between two sequences, positions have no distance
         self.rotates = self.rotates and not cross
-        if cross and self.qkv is not None:
+        if cross and self.qkv is not None:  # else q and kv are apart already
             self.qkv = None
             self.q = StackedLinear(1, dim, num_heads * self.width, block.bias)
             self.kv = StackedLinear(2, dim, num_heads * self.width, block.bias)
@@ -56,6 +57,7 @@ class FullAttention(Attention):
 
         Args:
             x: (batch, positions, dim).
+            cache: unused; all positions are computed at once.
             memory: (batch, keys, dim), the sequence that cross attention attends to.
             mask: (batch, keys) bool, False for keys that no position attends to.
         """
@@ -73,7 +75,7 @@ class CentredConv(ShortConv):
         self, x: Tensor, cache: KeyValueCache | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
         """Mix each position with its neighbours; those with a mask of False, (batch, positions),
-        are read as zeros."""
+        are read as zeros. All positions are computed at once, so that `cache` is unused."""
         offsets = []
         for number in range(len(self.taps)):  # 1, -1, 2, -2, ...
             distance = number // 2 + 1

@@ -38,14 +38,14 @@ class PlainExpertParallel(nn.Module):
         self.router = copy.deepcopy(layer.router)
         self.experts = copy.deepcopy(layer.experts)
         grid = Grid(world=exchange.world, ep=exchange.world)
-        shard_experts(self.experts, grid, exchange.rank, None)
+        shard_experts(self.experts, grid, exchange.rank, device_mesh=None)  # as plain tensors
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer: (..., dim) -> (..., dim)."""
         x_TD = x.reshape(-1, x.shape[-1])
-        scores = self.router.scores(x_TD, None, None)
-        choice = self.router.choose(scores, self.top_k, None, None)
+        scores = self.router.scores(x_TD, noise=None, token_ids=None)
+        choice = self.router.choose(scores, self.top_k, valid_T=None, noise=None)
         weight_TK = self.router.weigh(scores, choice, self.top_k).view(-1, self.top_k)
 
         # rows in the order of their experts, so of the experts' ranks too
@@ -84,7 +84,8 @@ class PlainExpertParallel(nn.Module):
         order = expert.argsort(stable=True)
         ends = counts.sum(0).cumsum(0).to(torch.int32)
         sorted_rows = rows.index_select(0, order)
-        call = ExpertCall(*self.experts.weights(), sorted_rows, None, ends)
+        # without routing weights, which are applied later, where tokens are summed
+        call = ExpertCall(*self.experts.weights(), rows=sorted_rows, gates=None, ends=ends)
         out = self.experts.compute(call)
         return out.index_select(0, _inverse(order))
 

@@ -352,8 +352,10 @@ def norm_of_every_expert_copy() -> AbstractContextManager[object]:
 def norm_without_experts() -> AbstractContextManager[object]:
     """The norm does not include the experts."""
 
-    def copies(original: Callable[..., float], tensor: Tensor, world: int) -> float:
-        return float("inf") if isinstance(tensor, DTensor) else original(tensor, world)
+    def copies(original: Callable[..., float], tensor: Tensor, holders: int) -> float:
+        """Return infinitely many copies of an expert's gradient: the norm divides its square by
+        them, which leaves 0. Of these layers only experts are sharded, into DTensors."""
+        return float("inf") if isinstance(tensor, DTensor) else original(tensor, holders)
 
     return around(norm_module, "num_copies", copies)()
 

@@ -84,7 +84,7 @@ def least_busiest_flow(
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
-    scale = max(float(loads.max()), 1.0)
+    scale = max(float(loads.max()), 1.0)  # the solver gets numbers near 1
     num_edges = len(most)
     num_places = len(loads)
     # Variables: the flow along each edge, and the load of the busiest place. For each place,

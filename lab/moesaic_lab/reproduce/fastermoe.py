@@ -106,7 +106,7 @@ class FasterMoEBed:
         self.spec = spec or read_cluster(f"fastermoe-{model.cluster}")
         per_node = self.spec.devices_per_node
         self.grid = Grid(world=model.gpus, ep=model.gpus, ranks_per_node=per_node)
-        group_size = 2 if model.cluster == "johnny" else 4
+        group_size = 2 if model.cluster == "johnny" else 4  # as in the paper's artifact
         self.smart = Plan(peer_groups=model.gpus // group_size)
         """The smart schedule."""
         links = {link.name: link for link in self.spec.links}
@@ -154,7 +154,7 @@ class FasterMoEBed:
             crosses = group[:, None] != group[None, :]
             if link.carries == "outside":
                 crosses &= crosses_nodes
-            elif link.carries != "all":
+            elif link.carries == "inside":
                 crosses &= ~crosses_nodes
             crossing = counts * crosses
             into = np.bincount(group, crossing.sum(0))
@@ -171,8 +171,8 @@ class FasterMoEBed:
         remaining = stay_home(counts, list(experts))
         layer = self.model.layer
         expert_bytes = layer.matrices * layer.dim * layer.hidden * 4
-        tree = tree_seconds(self.model.gpus, expert_bytes, 10e-6, 1 / self.nic)
-        return self.run(plan, remaining).seconds + len(experts) * (tree + tree)
+        tree = tree_seconds(self.model.gpus, expert_bytes, alpha=10e-6, beta=1 / self.nic)
+        return self.run(plan, remaining).seconds + len(experts) * (tree + tree)  # out and back
 
     def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
         """Return the experts that FasterMoE's policy shadows."""
@@ -189,14 +189,17 @@ class FasterMoEBed:
         layer = self.model.layer
         rows = layer.copies / layer.num_experts
         rates = rates_of(self.spec, "fp32")
-        seconds = rates.product_seconds(
-            np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0
+        seconds = rates.product_seconds(  # of one pass, by expert
+            np.full(layer.num_experts, rows),
+            flops_per_row=4.0 * layer.dim * layer.hidden,  # of two matrices
+            weight_bytes=0.0,  # the products count, not the reading of their weights
         )
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
-        exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
+        exchange = reduce_seconds(self.spec, self.grid, nbytes, stride=1, ranks=self.model.gpus)
         # a gather is half of an all-reduce: ZeRO-3 gathers once more
         num_exchanges = 1.5 if stage == 3 else 1.0
-        return 3 * float(seconds.sum()) + exchange * num_exchanges
+        num_passes = 3  # backward computes twice as much as forward
+        return num_passes * float(seconds.sum()) + exchange * num_exchanges
 
 
 def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
@@ -282,7 +285,7 @@ def gains(bed: FasterMoEBed, tables: Iterable[np.ndarray]) -> Gains:
         hottest = int(counts.sum(0).argmax())
         both = bed.shadowed(bed.smart, counts, experts)
         rows.append(
-            (
+            (  # in the order in which the means and the maxima are taken apart below
                 plain.seconds / smart.seconds,
                 plain.seconds / bed.shadowed(PLAIN, counts, experts),
                 plain.seconds / both,
@@ -359,7 +362,9 @@ def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
     copies = int(bed.model.layer.copies)
     laer = Trace.open(CONFIGS / "laer_e16k4.npz")
     shares = [
-        recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS
+        recorded_shares(laer, layer, step, ranks=gpus, experts_per_rank=1)
+        for layer in LAER_LAYERS
+        for step in LAER_STEPS
     ]
     tables = {"LAER-MoE's Mixtral": [identical_counts(each, gpus, copies) for each in shares]}
     for text, trace in trained_traces().items():

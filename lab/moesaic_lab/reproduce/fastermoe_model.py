@@ -153,7 +153,8 @@ def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[i
     equations, zero included.
     """
     if rule == "printed":
-        return shadows_of(counts, np.arange(len(counts)), machine.rates)
+        home = np.arange(len(counts))  # expert i is at home on worker i
+        return shadows_of(counts, home, machine.rates)
     order = np.argsort(-counts.sum(0), kind="stable").tolist()
     best = unshadowed_seconds(machine, counts, rule)
     chosen = []

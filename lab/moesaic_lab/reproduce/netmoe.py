@@ -242,6 +242,7 @@ def reproduce(book: Book) -> Reproduction:
             figures[f"netmoe.before.inter.{devices}.{model}"] = inter
             figures[f"netmoe.after.intra.{devices}.{model}"] = intra * effect.intra
             figures[f"netmoe.change.{devices}.{model}"] = 100 * (effect.inter - 1)
+        # the models for which the paper prints how many samples move
         for model in ("S", "M", "L") if devices == 16 else ("S",):
             figures[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * effect.moved_nodes
             figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * effect.moved_devices

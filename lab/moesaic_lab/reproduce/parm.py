@@ -123,7 +123,7 @@ class Testbed:
         """
         name, length = MODELS[model]
         grid = self.grid(world, 4, 4)
-        step = WholeStep(name, self.cluster, grid, world // 4, STEP_SEQUENCES)
+        step = WholeStep(name, self.cluster, grid, num_experts=world // 4, sequences=STEP_SEQUENCES)
         layer = replace(step.model.layer, top_k=self.top_k, capacity_factor=STEP_FACTOR)
         assert layer.tokens == STEP_SEQUENCES * length
         milliseconds = {}
@@ -165,7 +165,7 @@ def testbed(book: Book, name: str) -> ClusterSpec:
     rate = book.constant(f"parm.{name}.link")
     startup = book.constant(f"parm.{name}.message")
     links = [replace(pcie, gbps=(rate,), latency_us=0.0, message_us=startup), *others]
-    if name == "a":
+    if name == "a":  # whose GPU is rated by its preset
         return replace(spec, links=tuple(links))
     nic = replace(links[1], gbps=(book.constant("schemoe.nic"),))
     device = replace(spec.device, tflops=Tflops(fp32=book.constant("parm.b.tflops")))

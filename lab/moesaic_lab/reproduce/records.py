@@ -356,6 +356,7 @@ class Book:
         added."""
         constants = self.of(paper)
         about = self._about[paper]
+        # constants that were fitted to other papers' figures and are used here as well
         borrowed = tuple(self.constants[name] for name in about.get("also", ()))
         ours = {row.cell.name: row.ours for row in rows}
         return Reproduction(

@@ -79,6 +79,7 @@ class ScheMoECluster:
         self._in_turn = SweptRuns(spec)
         self._two_lanes = SweptRuns(_together(spec))
         issued = replace(spec, host=replace(spec.host, task_us=0.0))
+        # the same two where tasks are issued in no time, by whether lanes run at once
         self._issued = {False: SweptRuns(issued), True: SweptRuns(_together(issued))}
 
     def seconds(self, name: str, workload: Workload) -> float:
@@ -163,7 +164,7 @@ def exchange_seconds(
     for task in program.tasks:
         if task.stage is not Stage.DISPATCH or task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, *_ = task.of or task.reads
+        source, *_ = task.of or task.reads  # of a hop, the source of the whole movement
         if slots[source].kind is Kind.ROWS:
             movements = volumes.movements(task, slots, "")
             seconds.append(sum(movement.load.alone for movement in movements))

@@ -150,6 +150,7 @@ class Scaled(AbstractVolumes):
     def _times(self, layout: Layout) -> float:
         """Return a layer's amount in a layout over that of the family's first layer."""
         first_piece, _ = self._family.pieces
+        # where the first layer has no rows (replicas under even routing), this one has none either
         return self._piece.of(layout) / (first_piece.of(layout) or 1.0)
 
 

@@ -238,7 +238,7 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
         gbps=(book.constant("tutel.nic"),),
         fabric=book.constant("tutel.fabric"),
         message_us=per_peer * nic.message_us,
-        connection_us=per_peer * 1e-3 * book.constant("tutel.message"),
+        connection_us=per_peer * 1e-3 * book.constant("tutel.message"),  # which is in ns
         connection_gbps=book.constant("tutel.connection"),
     )
     nvlink = replace(nvlink, message_us=per_peer * nvlink.message_us)
@@ -557,6 +557,7 @@ def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
         parts = breakdown(bed, gpus)
         best = min(bed.by_plan(single(gpus)).values())
         figures[f"tutel.layer.{gpus}"] = parts.fairseq / best
+        # the parts of the gain, as far as the paper prints them
         if gpus != 128:
             figures[f"tutel.kernels.{gpus}"] = parts.fairseq / parts.kernels
             figures[f"tutel.degree.{gpus}"] = parts.flexible / best

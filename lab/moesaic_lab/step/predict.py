@@ -69,6 +69,7 @@ def predicted_seconds(
         innermost=mesh.innermost,
         ranks_per_node=per_node,
     )
+    # auto chooses these where they fit the memory, as they do here
     shard = "node" if mesh.shard == "auto" else mesh.shard
     hold = "gradients" if mesh.hold == "auto" else mesh.hold
     job_split = JobSplit(

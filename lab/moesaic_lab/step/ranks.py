@@ -148,7 +148,8 @@ def _sent_bytes() -> int:
 
 
 def profile_on_rank(ranks_per_node: int, repeats: int) -> str:
-    """Profile the bed; return the profile as `moesaic profile` writes it."""
+    """Profile the bed, without showing progress; return the profile as `moesaic profile` writes
+    it."""
     found = profile(ranks_per_node, repeats, ("fp32",), lambda what, share: None)
     return as_toml(found.cluster)
 

@@ -49,7 +49,7 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
         for row in rows:
             key = (int(row["iter"]), int(row["layer"]), int(row["rank"]))
             recordings[row["method"], row["model_name"]][key] = int(row["token_num"])
-    except InputError:
+    except InputError:  # also a ValueError, one of `DAMAGED`
         raise
     except (*DAMAGED, csv.Error) as error:
         raise InputError(

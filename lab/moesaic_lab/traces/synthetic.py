@@ -191,7 +191,7 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
         free_shares = np.where(is_capped, 0.0, shares)
         free_sum = 1 - is_capped.sum(axis=-1, keepdims=True) * limit
         total = free_shares.sum(axis=-1, keepdims=True)
-        factor = free_sum / np.where(total > 0, total, 1)
+        factor = free_sum / np.where(total > 0, total, 1)  # of no use where all are capped
         scaled = np.where(is_capped, limit, free_shares * factor)
         is_above = scaled > limit
         if not is_above.any():
@@ -264,6 +264,7 @@ def fitted(drawn: np.ndarray, shares: np.ndarray, top_k: int) -> np.ndarray:
     drawn = (1 - TINY) * drawn + TINY * shares
     for _ in range(60):  # iterative proportional fitting
         means = drawn.mean(axis=-2, keepdims=True)
+        # an expert without shares has draws of 0 after the first pass
         drawn = capped(drawn * (shares / np.maximum(means, 1e-300)), top_k)
     return drawn
 
@@ -283,7 +284,7 @@ def dirichlet_capped(
         top_k: experts per token.
         random: the random number generator.
     """
-    alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))
+    alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))  # the logarithms divide by it
     logs = np.log(random.standard_gamma(alpha + 1))
     uniform = random.random(alpha.shape)
     logs = logs + np.log(uniform) / alpha

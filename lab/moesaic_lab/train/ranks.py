@@ -98,7 +98,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     timed = [system for system in systems if system.name not in left_out]
     timed_runs = {system.name: runs[system.name] for system in timed}
     barrier()
-    in_turn(timed_runs, 0, barrier=barrier, warmup=1)
+    in_turn(timed_runs, 0, barrier=barrier, warmup=1)  # unmeasured; its phases are forgotten
     for system in systems:
         system.step.forget()
     peers = [system.name for system in timed if system.kind != "ours" and case.in_sweep]
@@ -248,8 +248,8 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
     def observe(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
         nonlocal worst
         x_TD = inputs[0].reshape(-1, layer.dim)
-        scores = layer.router.scores(x_TD, None, None)
-        choice = layer.router.choose(scores, layer.top_k, None, None)
+        scores = layer.router.scores(x_TD, noise=None, token_ids=None)
+        choice = layer.router.choose(scores, layer.top_k, valid_T=None, noise=None)
         counts = torch.bincount(choice.expert, minlength=layer.num_experts)
         dist.all_reduce(counts)
         worst = max(worst, float(counts.max() / counts.double().mean()))

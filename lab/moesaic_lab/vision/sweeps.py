@@ -172,6 +172,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     seeds_differ = max((row["most"] - row["least"] for row in of_switch), default=0.0)
 
     def at(**row: object) -> float:
+        """Return the accuracy in the row with these values."""
         return max(figures(rows, "accuracy", **row))
 
     def of(capacity: float, admit_by: Order = "position") -> float:  # of one expert per token
