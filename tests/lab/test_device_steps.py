@@ -108,6 +108,14 @@ def test_layers_are_made_where_they_are_measured(monkeypatch) -> None:
     assert made[0]["dtype"] == torch.bfloat16
 
 
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_the_compiler_gets_leaves_that_have_gradients(is_clamped: bool) -> None:
+    """Without them no backward kernel of the layer is compiled ahead."""
+    inputs = layers.Inputs.untouched(GpuLayer(4, 8, 8, 2, 1, is_clamped=is_clamped))
+    assert len(inputs.leaves) == (6 if is_clamped else 4)
+    assert all(leaf.requires_grad for leaf in inputs.leaves)
+
+
 def test_nothing_begins_after_the_deadline(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(steps, "steps", lambda *_, **__: [step("late", "")])
     assert ended(run(tmp_path, dry=True, seconds=-1.0)) == {"late": "not begun: no time was left"}

@@ -102,7 +102,7 @@ class Inputs:
 
         biases: tuple[Tensor, ...] = ()
         if layer.is_clamped:
-            biases = (leaf(experts, 2, hidden).detach(), leaf(experts, dim).detach())
+            biases = (leaf(experts, 2, hidden), leaf(experts, dim))
         return Inputs(
             x=leaf(tokens, dim),
             w13=leaf(experts, 2, hidden, dim),
