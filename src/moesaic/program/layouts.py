@@ -401,7 +401,7 @@ class AbstractLayoutIndex(ABC):
 
     def _num_experts_of(self, layout: Layout) -> int:
         """Return the number of experts, or of the nodes or ep ranks that stand for experts, of a
-        layout's flow."""
+        layout's flow; 1 for tokens, which have neither."""
         flow = FLOWS[layout.flow]
         return self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
 
@@ -664,6 +664,7 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     if not len(held.number):
         return np.full(len(wanted), -1)
     position = np.searchsorted(held.number, wanted, sorter=held.sorter)
+    # the position of a number above all others is one past the end
     index = held.sorter[np.minimum(position, len(held.number) - 1)]
     return np.where(held.number[index] == wanted, index, -1)
 

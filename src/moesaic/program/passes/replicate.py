@@ -83,6 +83,7 @@ def relays(grid: Grid) -> bool:
     ranks = range(grid.period)
     if all(_has_one_ep_rank_on_node(grid, rank) for rank in ranks):
         return False
+    # any ep rank may be the home of the weights that a node's helpers need
     all_ep_ranks = set(range(grid.ep))
     return all(_reached(grid, rank) == all_ep_ranks for rank in ranks)
 
