@@ -289,7 +289,7 @@ class CapturedMoE:
         return list(torch.autograd.grad(outputs, self._leaves, grads_in, allow_unused=True))
 
     def _both(self) -> None:
-        """Run the forward and the backward pass once."""
+        """Run the forward and the backward pass once, to warm up."""
         results = self._run()
         if self._with_grad:
             self._pulled_back(results, [torch.zeros_like(result) for result in results])
@@ -372,6 +372,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _first(results: Results) -> Tensor:
+    """Return the y of a forward graph's results."""
     y = results[0]
     assert y is not None
     return y

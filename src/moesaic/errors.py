@@ -29,13 +29,14 @@ def broken_package(error: BaseException) -> str | None:
     chain: BaseException | None = error
     name = ""
     while chain is not None:
+        # the innermost module that was being imported where this error was raised
         place = chain.__traceback__
         found = ""
         while place is not None:
             if place.tb_frame.f_code.co_name == "<module>":
                 found = str(place.tb_frame.f_globals.get("__name__", ""))
             place = place.tb_next
-        if found:
+        if found:  # replaces the module of the error to which this one led
             name = found
             reason = str(chain)
         chain = chain.__cause__ or chain.__context__

@@ -722,7 +722,9 @@ class ExpertParallel:
             return router.draw(len(x_TD), x_TD.device)
 
     def _is_due(self) -> bool:
-        """Return whether ranks compare digests in a call that needs no counts on the host."""
+        """Count a call that needs no counts on the host, and return whether ranks compare digests
+        in it: every `CHECKED_CALLS`-th, unless a graph is captured, where the host must not
+        wait."""
         self._unchecked_calls += 1
         return (
             self._unchecked_calls % CHECKED_CALLS == 0
