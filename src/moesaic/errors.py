@@ -61,7 +61,7 @@ def suggestion(word: str, known: list[str]) -> str:
     """Return ': did you mean X?' for the known word that holds this one or is closest; if none is
     close, a list."""
     near = []
-    if len(word) > 2:
+    if len(word) > 2:  # one or two letters are in many words
         near = [each for each in known if word in each]
     if not near:
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

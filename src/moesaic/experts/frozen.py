@@ -419,7 +419,7 @@ class FrozenExperts(AbstractExperts):
                 # (experts, units, numbers), from hidden units or their bytes in dimension 2
                 by_unit = tensor.unflatten(2, (units, -1)).movedim(2, 1)
                 columns.append(by_unit.flatten(2))
-        if not columns:  # gradients of experts without adapters
+        if not columns:  # gradients of experts without adapters: a column that nobody reads
             return sharded[0].new_zeros(len(sharded[0]) * units, 1)
 
         dtype = torch.uint8

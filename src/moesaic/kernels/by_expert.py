@@ -335,7 +335,7 @@ class _WeightGradients(NamedTuple):
 
 @torch.no_grad()
 def _write_deferred(deferred: list[_WeightGradients]) -> None:
-    """Write the deferred weight gradients."""
+    """Write the deferred weight gradients, and drop the operands of each."""
     while deferred:
         _accumulate_products(*deferred.pop())
 

@@ -397,7 +397,7 @@ class AbstractLayoutIndex(ABC):
             return np.arange(self._num_experts_of(layout))
         if layout.experts == "rank":
             return np.array(self.local_experts(rank))
-        return np.array(self.node_experts(rank))
+        return np.array(self.node_experts(rank))  # "node"
 
     def _num_experts_of(self, layout: Layout) -> int:
         """Return the number of experts, or of the nodes or ep ranks that stand for experts, of a

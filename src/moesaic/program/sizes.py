@@ -454,7 +454,8 @@ class CallSizes:
         return _FlowPieces(*np.concatenate([unreplicated, replicated], axis=1))
 
     def _may_be_replicated(self, layout: Layout) -> bool:
-        """Return whether slots of a layout have pieces of replicated copies."""
+        """Return whether slots of a layout have pieces of replicated copies: with all chunks (None)
+        or one that has a name."""
         return (
             self.shapes.replicates and layout.flow == "copies" and not isinstance(layout.chunk, int)
         )

@@ -354,7 +354,7 @@ class Importance(AbstractLoss):
         importance_E = statistics.importance_E
         assert importance_E is not None, "the statistics were taken without importance"
         mean = importance_E.mean()
-        tiny = torch.finfo(mean.dtype).tiny
+        tiny = torch.finfo(mean.dtype).tiny  # of a call without tokens the loss is 0, not NaN
         return (importance_E - mean).square().mean() / mean.square().clamp_min(tiny)
 
 

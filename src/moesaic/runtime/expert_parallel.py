@@ -93,7 +93,7 @@ class AbstractCallPolicy(ABC):
 
     def refuse_padding(self) -> None:
         """Raise InputError if decisions need a call's counts, which no rank has under a padded
-        capacity."""
+        capacity; by default they do not."""
         return
 
     @abstractmethod
