@@ -269,6 +269,7 @@ class CapturedMoE:
 
     def _run(self) -> list[Tensor]:
         """Return the output and the losses of a call on the static inputs."""
+        # the class's, since the layer's own `forward` may be this object
         y = type(self.layer).forward(self.layer, **self._static)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
         losses = collect_losses(self.layer) if self._with_grad else []
