@@ -148,7 +148,7 @@ def _is_aligned(w: Tensor) -> bool:
     Views of gathered weights, cut out of wider rows, may not be aligned.
     """
     per_16_bytes = 16 // w.dtype.itemsize
-    if w.storage_offset() % per_16_bytes:
+    if w.storage_offset() % per_16_bytes:  # storages themselves are aligned
         return False
     return all(stride == 1 or stride % per_16_bytes == 0 for stride in w.stride())
 

@@ -56,6 +56,7 @@ class Hash(AbstractRouter):
     def reset_state(self) -> None:
         if not self.table.is_meta:  # which has no values
             generator = torch.Generator().manual_seed(self.seed)
+            # sorted, random numbers give every bucket a random order of the experts
             numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
             self.table.copy_(numbers.argsort(dim=1, stable=True))
 
