@@ -116,8 +116,9 @@ class AutoPlan:
     @classmethod
     def of(cls, mesh: Mesh) -> AutoPlan:
         """Return the object of a mesh, created at the first call."""
-        auto: AutoPlan = mesh.shared.setdefault(cls, None) or cls(mesh)
-        mesh.shared[cls] = auto
+        if cls not in mesh.shared:
+            mesh.shared[cls] = cls(mesh)
+        auto: AutoPlan = mesh.shared[cls]
         return auto
 
     def join(

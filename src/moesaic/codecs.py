@@ -125,7 +125,7 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
     bits, a flag per row.
 
     Args:
-        rows, dim, dtype: shape and dtype of the rows.
+        rows, dim, dtype: shape and dtype of the rows; the parts are the same for every dtype.
         rate: bits per value.
     """
     num_blocks = math.ceil(rows / 4) * math.ceil(dim / 4)

@@ -269,6 +269,7 @@ class CapturedMoE:
 
     def _run(self) -> list[Tensor]:
         """Return the output and the losses of a call on the static inputs."""
+        # the class's, since the layer's own `forward` may be this object
         y = type(self.layer).forward(self.layer, **self._static)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
         losses = collect_losses(self.layer) if self._with_grad else []
@@ -289,7 +290,7 @@ class CapturedMoE:
         return list(torch.autograd.grad(outputs, self._leaves, grads_in, allow_unused=True))
 
     def _both(self) -> None:
-        """Run the forward and the backward pass once."""
+        """Run the forward and the backward pass once, to warm up."""
         results = self._run()
         if self._with_grad:
             self._pulled_back(results, [torch.zeros_like(result) for result in results])
@@ -372,6 +373,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _first(results: Results) -> Tensor:
+    """Return the y of a forward graph's results."""
     y = results[0]
     assert y is not None
     return y

@@ -29,13 +29,14 @@ def broken_package(error: BaseException) -> str | None:
     chain: BaseException | None = error
     name = ""
     while chain is not None:
+        # the innermost module that was being imported where this error was raised
         place = chain.__traceback__
         found = ""
         while place is not None:
             if place.tb_frame.f_code.co_name == "<module>":
                 found = str(place.tb_frame.f_globals.get("__name__", ""))
             place = place.tb_next
-        if found:
+        if found:  # replaces the module of the error to which this one led
             name = found
             reason = str(chain)
         chain = chain.__cause__ or chain.__context__
@@ -60,7 +61,7 @@ def suggestion(word: str, known: list[str]) -> str:
     """Return ': did you mean X?' for the known word that holds this one or is closest; if none is
     close, a list."""
     near = []
-    if len(word) > 2:
+    if len(word) > 2:  # one or two letters are in many words
         near = [each for each in known if word in each]
     if not near:
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -123,8 +123,8 @@ class ChosenExperts:
         return on_mesh.run_experts(self.experts, x_TD, routed, None)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
-        """Run under another plan from the next call on; the arguments are those of
-        `MoE.use_plan`."""
+        """Run under another plan from the next call on, and search for none any more; the arguments
+        are those of `MoE.use_plan`."""
         if self.on_mesh is None:
             raise InputError(
                 "use_plan: the experts are on no mesh: give ChosenExperts a mesh first"

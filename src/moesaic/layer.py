@@ -594,6 +594,7 @@ class MoE(InjectsLosses, RoutingCached):
         recompute a call that did."""
         # an activation checkpoint runs its forward pass without gradients, with a routing cache
         has_backward = torch.is_grad_enabled() or self.routing_cache is not None
+        # a compiled graph asks each time it runs, in `count_in_graph`
         is_first_run = torch.compiler.is_compiling() or not is_recomputing()
         return self.training and has_backward and is_first_run
 

@@ -133,7 +133,7 @@ class Checkpoints:
         if self.sealed:
             try:
                 listed = {COMPLETE, *sealed_sums(path)}
-            except DamagedError:
+            except DamagedError:  # which files are its own is unknown
                 return
             own = [file for file in own if file.relative_to(path).as_posix() in listed]
         unfinished = []

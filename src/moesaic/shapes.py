@@ -276,7 +276,8 @@ class ModelShape:
 
     @property
     def routing(self) -> dict[str, int]:
-        """Fields of `Workload` about groups of experts, if they differ from its defaults."""
+        """Fields of `Workload` about groups of experts, if they differ from its defaults. Shapes of
+        published models, which know their groups, override it."""
         return {}
 
     @property

@@ -237,7 +237,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     """Return the sum of tensors in their dtype, added up in float32 at least."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-    total = parts[0].to(wide, copy=True)
+    total = parts[0].to(wide, copy=True)  # this rank's own tensor may be the first part
     for part in parts[1:]:
         total += part.to(wide)
     return total.to(dtype)
@@ -245,7 +245,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 def _maximum(parts: list[Tensor]) -> Tensor:
     """Return the elementwise maximum of tensors, as a new tensor."""
-    return reduce(torch.maximum, parts).clone()
+    return reduce(torch.maximum, parts).clone()  # `reduce` of a single part returns that part
 
 
 def _contiguous(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:

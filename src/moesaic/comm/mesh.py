@@ -606,7 +606,8 @@ def ranks_of_a_node(asked: int | None = None) -> int:
     Raises:
         InputError: if the launcher's number does not divide the ranks.
     """
-    return (_launched_per_node(_world()) if asked is None else asked) or _world()
+    per_node = _launched_per_node(_world()) if asked is None else asked
+    return per_node or _world()
 
 
 def _launcher_text() -> str | None:

@@ -424,7 +424,8 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def in_product_dtype(x: Tensor) -> Tensor:
-    """Return tokens in the dtype of their products, if autocast makes that one of 16 bits."""
+    """Return tokens in the dtype of their products if autocast makes that narrower, else as they
+    are: one cast serves all stages of a call."""
     dtype = compute_dtype(x.dtype, x.device)
     return x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x
 
@@ -497,6 +498,7 @@ class StackedExperts(AbstractExperts):
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        # up, down and the biases of up: other methods take them in this order
         if not self.bias:
             return (self._up, "w2"), ()
         return (self._up, "w2", _bias_of(self._up)), ("b2",)
@@ -886,7 +888,8 @@ class BorrowedExperts(StackedExperts):
 
 
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
-    """Return a call with rows and parameters cast to a dtype."""
+    """Return a call with rows and parameters cast to a dtype. It has no places: only `run` and
+    `gradients`, which cast nothing, get calls with some."""
     return ExpertCall(
         sharded=tuple(weight.to(dtype) for weight in call.sharded),
         common=tuple(weight.to(dtype) for weight in call.common),

@@ -300,19 +300,21 @@ class FrozenExperts(AbstractExperts):
         deferred_wgrad: DeferredWgrad | None = None,
     ) -> ExpertGradients:
         """Return the gradients of rows, gates and adapters; for each frozen tensor one without
-        elements."""
+        elements. All are complete on return: those of adapters, of low rank, take little time, so
+        that nothing is left to `deferred_wgrad`."""
         weights = self.of_call(call)
         ends = call.ends
         (pre,) = kept
         up, down = _products(weights)
         parts = self._parts(pre)
-        # views of d_pre's columns: the gradients of up, or of gate and up
+        # views of d_pre's columns, which end as the gradients of the pre-activations: of up, or of
+        # gate and up
         d_pre = torch.empty_like(pre)
         d_parts = self._parts(d_pre)
         d_first = d_parts[0]
         d_second = d_parts[1] if self.gated else None
 
-        # d_second keeps what the activation's gradient needs until its own takes the place
+        # until then d_second has the activated gate, which multiplies the second pre-activation
         hidden = pre.new_empty(d_first.shape)
         hidden_rows_into(parts, self.activation, hidden, d_second, self.clamp)
         d_hidden = down.rows_gradient(dy, ends)  # still without the gates
@@ -330,7 +332,7 @@ class FrozenExperts(AbstractExperts):
             dy = dy * gates
             d_hidden = d_hidden * gates
 
-        # in place: the gradient of `hidden` becomes that of the pre-activations
+        # in place: the gradient of `hidden`, and the activated gate, become those gradients
         d_first.copy_(d_hidden)
         hidden_gradient_into(parts, self.activation, d_first, d_second, self.clamp)
 
@@ -417,7 +419,7 @@ class FrozenExperts(AbstractExperts):
                 # (experts, units, numbers), from hidden units or their bytes in dimension 2
                 by_unit = tensor.unflatten(2, (units, -1)).movedim(2, 1)
                 columns.append(by_unit.flatten(2))
-        if not columns:  # gradients of experts without adapters
+        if not columns:  # gradients of experts without adapters: a column that nobody reads
             return sharded[0].new_zeros(len(sharded[0]) * units, 1)
 
         dtype = torch.uint8

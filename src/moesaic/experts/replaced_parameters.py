@@ -63,7 +63,8 @@ class Succession:
 
     @property
     def trains(self) -> bool:
-        """Whether what is in its place has a gradient; it may have been unfrozen since."""
+        """Whether the parameter that is in its place now is trained; it may have been frozen, or
+        unfrozen, since."""
         parameter = getattr(self.owner(), self.name, None)
         return parameter is not None and parameter.requires_grad
 

@@ -313,7 +313,7 @@ class _Backward:
             _accumulate_sums(d_pre, self.d_up_bias.flatten(1), block)
 
     def _zero_idle_experts(self) -> None:
-        """Set the gradients of experts without rows to zero."""
+        """Set the gradients of experts without rows to zero, since no block writes them."""
         idle = [expert for expert, num_rows in enumerate(self.blocks.counts) if num_rows == 0]
         for gradient in (self.d_up, self.d_up_bias, self.d_down, self.d_down_bias):
             if gradient is None:
@@ -335,7 +335,7 @@ class _WeightGradients(NamedTuple):
 
 @torch.no_grad()
 def _write_deferred(deferred: list[_WeightGradients]) -> None:
-    """Write the deferred weight gradients."""
+    """Write the deferred weight gradients, and drop the operands of each."""
     while deferred:
         _accumulate_products(*deferred.pop())
 

@@ -153,7 +153,7 @@ def choose_forward(
 
 
 def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> ChoiceResult:
-    """Return a result with undefined values."""
+    """Return a result with undefined values: for Triton's kernels to fill, or for its shapes."""
     num_tokens, num_experts = logits.shape
     num_copies = num_tokens * rule.top_k
     balance_shape: tuple[int, ...] = (0,)

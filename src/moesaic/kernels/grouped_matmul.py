@@ -123,7 +123,8 @@ def _is_supported(*operands: Tensor) -> bool:
 
 
 def _on_host(ends: Tensor, rows: Tensor) -> list[int]:
-    """Return the ends of the experts' rows for a loop over experts, and warn where that is slow."""
+    """Return the ends of the experts' rows for a loop over experts, and warn where that is slow;
+    not of float64, for which no GPU has anything faster."""
     if rows.device.type != "cpu" and rows.dtype != torch.float64:
         warnings.warn(SLOW.format(rows.dtype, rows.device.type), stacklevel=2)
     stops: list[int] = ends.tolist()
@@ -147,7 +148,7 @@ def _is_aligned(w: Tensor) -> bool:
     Views of gathered weights, cut out of wider rows, may not be aligned.
     """
     per_16_bytes = 16 // w.dtype.itemsize
-    if w.storage_offset() % per_16_bytes:
+    if w.storage_offset() % per_16_bytes:  # storages themselves are aligned
         return False
     return all(stride == 1 or stride % per_16_bytes == 0 for stride in w.stride())
 

@@ -132,7 +132,8 @@ def converts(dtype: torch.dtype) -> Converts:
 
 
 def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` in their dtype, which autocast changes if no result is given."""
+    """Return `a @ b` in their dtype. Autocast would choose another one, but not for a product that
+    is written to a given result."""
     device = a.device.type
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == a.dtype:
         return torch.mm(a, b)

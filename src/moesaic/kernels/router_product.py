@@ -178,17 +178,22 @@ class _RouterLogits(torch.autograd.Function):
 def pieces_of(
     values: Tensor, dtype: torch.dtype, order: tuple[int, ...], *, side_by_side: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return 16-bit matrices whose sum times a unit is nearly a matrix, and the unit, () float32;
-    None for 1.
+    """Cut a matrix into 16-bit pieces. The different pieces, added up and multiplied by a unit, are
+    nearly the matrix.
 
     Args:
         values: (rows, columns). Infinite and NaN values are those of the first piece.
         dtype: dtype of the pieces. In float16 the unit is a power of four, above the largest
             magnitude.
-        order: numbers of pieces, as they are written; each piece has 8 (bfloat16) or 11 further
-            bits. The only piece of a matrix in `dtype` is itself.
-        side_by_side: whether the pieces of a row follow one another, (rows, pieces * columns);
-            else one matrix lies below the other.
+        order: the number of the piece at each of P places; a piece may have several places. Each
+            piece has 8 (bfloat16) or 11 further bits. A matrix in `dtype` is its own only piece,
+            and the order (0,).
+        side_by_side: whether the places of a row follow one another; else the places are matrices,
+            one below the other.
+
+    Returns:
+        The pieces as one matrix, (rows, P * columns) or (P * rows, columns); and the unit, ()
+        float32, None for 1.
     """
     unit = None
     if values.dtype == dtype:
@@ -204,7 +209,7 @@ def pieces_of(
         unit = torch.exp2(even_exponent.float())
         values = values / unit
     pieces = [values.to(dtype)]
-    for _ in range(max(order)):
+    for _ in range(max(order)):  # up to the highest number that has a place
         # what is left; the difference of infinities is NaN
         values = (values - pieces[-1]).nan_to_num(nan=0.0)
         pieces.append(values.to(dtype))

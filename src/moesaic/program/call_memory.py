@@ -73,7 +73,7 @@ class _Terms:
         """By term, its number, in the order in which terms were first met."""
 
     def bytes_of(self, term: _Term, size: float) -> Bytes:
-        """Return the bytes per row of one term."""
+        """Return one term's bytes per row, `size`; the term gets a number if it has none yet."""
         return Counter({self._number.setdefault(term, len(self._number)): size})
 
     def of(self, numbers: Iterable[int]) -> list[_Term]:

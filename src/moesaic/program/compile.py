@@ -307,14 +307,17 @@ def _both_ways(program: Program) -> tuple[Program, Program]:
 
 
 def _rounds_apart(program: Program) -> bool:
-    """Return whether ranks that must agree on a row receive it in separate messages, only some of
-    which a codec rounds."""
-    if program.is_redundant:
+    """Return whether ranks that must agree on a row each receive a copy of their own, which a codec
+    would make differ: it rounds what crosses between ranks, and not what a rank keeps for
+    itself."""
+    if program.is_redundant:  # each rank of a tensor-parallel group gets its own results back
         return True
     for task in program.moves():
         received = program.slot(task.writes[0])
+        # a codec encodes rows over ep alone
         if "ep" not in task.group or received.kind is not Kind.ROWS:
             continue
+        # ranks that exchange with each other end with the same rows
         if any(received.on(axis) is State.IDENTICAL for axis in task.group):
             return True
     return False

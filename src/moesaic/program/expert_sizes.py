@@ -74,7 +74,8 @@ class KernelCall:
 
 
 def block_limit(row_bytes: int) -> int:
-    """Return the most rows of a block whose scratch memory takes some bytes per row."""
+    """Return the most rows of a block whose scratch memory takes `row_bytes` a row, which may be
+    0."""
     return max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
 
 
@@ -107,14 +108,18 @@ def missing_rows(num_rows: int) -> int:
 def by_expert_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/by_expert.py` needs beside inputs, results and what it keeps:
     buffers of one block, what the products of an expert's rows copy, and numbers of every row."""
-    # Blocks are cut so that this many buffers of (rows, units) and of (rows, dim) fit the cache.
     size = call.element_bytes
+    # Blocks are cut so that these buffers fit the cache. (rows, units): the hidden rows and,
+    # backward, the gradients of the pre-activations. (rows, dim): gathered rows and, backward,
+    # weighted ones.
     hidden_buffers = call.matrices if call.is_backward else 1
     dim_buffers = 2 if call.is_backward else 1
     limit = block_limit((hidden_buffers * call.units + dim_buffers * call.dim) * size)
     block_rows = most_block_rows(call.rows, limit)
 
-    gate_bytes = 2 * size * call.total  # of every row, two single numbers
+    # of every row, its routing weight in the rows' dtype and that weight's gradient, forward too
+    gate_bytes = 2 * size * call.total
+    # all of a block's (rows, units) are alive throughout; how many (rows, dim) are, moments tell
     hidden_bytes = block_rows * (hidden_buffers * call.units * size + ROW_NUMBER)
     buffer_bytes = block_rows * call.dim * size
     most_at_a_moment = max(
@@ -129,21 +134,24 @@ that a product copies."""
 
 
 def _moments(call: KernelCall, limit: int) -> list[Moment]:
-    """Return the moments of a phase at which most memory may be alive, each as a number of buffers
-    of (block's rows, dim) and the bytes that a product copies. `limit` is the most rows of a block.
+    """Return the moments of a phase at which most memory may be alive.
 
     Forward: the products of the gathered rows, and the last product, whose result is then placed.
     Backward: the products with the weighted gradients of the results, and those with the gradients
     of what reads the token, whose rows are then placed. Sums over rows may be deferred until these
     rows are sent.
+
+    Args:
+        limit: the most rows of a block.
     """
     gathered = int(call.gathers_x)
     placed = int(call.places_x)
     if call.phase == "forward":
         first = _copied_bytes(call, limit, call.dim, call.units)
         last = _copied_bytes(call, limit, call.units, call.dim)
+        # the gathered rows, and the results before they are in their places
         return [(gathered, first), (gathered + placed, last)]
-    for_sums = 1 + gathered  # the gradients of the results, and the tokens
+    for_sums = 1 + gathered  # the weighted gradients of the results, and the gathered rows
     if call.phase == "waiting":
         return [(for_sums, 0)]
     down = _copied_bytes(call, limit, call.dim, call.units)
@@ -151,12 +159,16 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if call.phase == "summing":
         return [(for_sums, max(down, up))]
     if not call.weights_late:
-        return [(1, 0), (1, down), (for_sums + placed, up)]
-    # The weighted gradients take one more buffer, unless rows in place are weighted as they are
-    # gathered. The dot products copy both factors to float32, as is their product: three times 4
-    # bytes for every hidden unit, and for four single numbers of a row.
+        # the weighted gradients; then what sums read, and the rows' gradients before their places
+        return [(1, down), (for_sums + placed, up)]
+    # Gradients are weighted after the dot products, into one more buffer. The dot products copy
+    # both factors to float32, as is their product: three times 4 bytes for every hidden unit, and
+    # for four single numbers of a row.
     dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
-    return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
+    # of the first block, the gathered gradients, not yet weighted; where none are gathered, at most
+    # the two buffers that the block before has left: weighted gradients, and gathered rows
+    buffers_at_dots = 1 if call.places_x else 2
+    return [(buffers_at_dots, dots), (2, down), (for_sums + 1 + placed, up)]
 
 
 def _copied_bytes(call: KernelCall, limit: int, first: int, second: int) -> int:

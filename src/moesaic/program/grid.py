@@ -137,6 +137,7 @@ class Grid:
         if axis == "node":
             return self.nodes_per_replica
         if axis == "local":
+            # a replica that is spread unevenly, over 0 nodes, counts as one
             return self.ep * self.etp // max(self.nodes_per_replica, 1)
         return int(getattr(self, axis))
 

@@ -397,11 +397,11 @@ class AbstractLayoutIndex(ABC):
             return np.arange(self._num_experts_of(layout))
         if layout.experts == "rank":
             return np.array(self.local_experts(rank))
-        return np.array(self.node_experts(rank))
+        return np.array(self.node_experts(rank))  # "node"
 
     def _num_experts_of(self, layout: Layout) -> int:
         """Return the number of experts, or of the nodes or ep ranks that stand for experts, of a
-        layout's flow."""
+        layout's flow; 1 for tokens, which have neither."""
         flow = FLOWS[layout.flow]
         return self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
 
@@ -682,6 +682,7 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     if not len(held.number):
         return np.full(len(wanted), -1)
     position = np.searchsorted(held.number, wanted, sorter=held.sorter)
+    # the position of a number above all others is one past the end
     index = held.sorter[np.minimum(position, len(held.number) - 1)]
     return np.where(held.number[index] == wanted, index, -1)
 

@@ -25,8 +25,8 @@ weights reads their shape."""
 
 
 def kept(task_name: str) -> str:
-    """Return the name of what an expert task keeps for backward besides its slots. Its gradient
-    task has the same name."""
+    """Return the name of what an expert task keeps for backward besides its slots, given the name
+    of the task or of its gradient task."""
     return f"{task_name.removesuffix(SUFFIX)}*"
 
 

@@ -106,6 +106,7 @@ class MovedPieces(AbstractRowsMoved):
         is_whole = True
         for rank, match in zip(self._ranks, matches):
             num_pieces = len(self._shapes.pieces(layout, rank).number)
+            # by pieces, whose rows are not known here; a slot may have none
             uses = max(uses, math.ceil(len(match.places) / max(1, num_pieces)))
             is_whole &= match.in_order and len(match.places) == num_pieces
         return Messages(uses, is_whole)

@@ -69,7 +69,8 @@ class Runs:
         return self.starts - positions
 
     def are_all_of(self, num_rows: int) -> bool:
-        """Return whether these are the rows 0, 1, ... num_rows - 1."""
+        """Return whether these are the rows 0, 1, ... num_rows - 1; not for `is_constant`."""
+        # with an offset of 0, the rows of a run stand at their own positions
         return self.total == num_rows and not self.offsets[self.sizes > 0].any()
 
 
@@ -92,7 +93,7 @@ class MovedRows:
             return np.zeros(len(source), dtype=np.int64)
         pairs = self.source * self.world + self.target
         wanted_pairs = source * self.world + target
-        # Where each wanted pair stands; if another one stands there, nothing is sent.
+        # Where each wanted pair stands, or would; if another one stands there, nothing is sent.
         position = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
         return np.where(pairs[position] == wanted_pairs, self.rows[position], 0)
 
@@ -453,7 +454,8 @@ class CallSizes:
         return _FlowPieces(*np.concatenate([unreplicated, replicated], axis=1))
 
     def _may_be_replicated(self, layout: Layout) -> bool:
-        """Return whether slots of a layout have pieces of replicated copies."""
+        """Return whether slots of a layout have pieces of replicated copies: with all chunks (None)
+        or one that has a name."""
         return (
             self.shapes.replicates and layout.flow == "copies" and not isinstance(layout.chunk, int)
         )

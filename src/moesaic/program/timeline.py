@@ -66,7 +66,7 @@ class Timeline:
     def busy(self) -> dict[Lane, float]:
         """Fraction of the makespan during which each lane is busy. Lanes without tasks are left
         out."""
-        total = self.makespan or 1.0
+        total = self.makespan or 1.0  # tasks that take no time are busy for a fraction of 0
         spans_by_lane = {lane: self.on(lane) for lane in LANES}
         return {lane: _length(spans) / total for lane, spans in spans_by_lane.items() if spans}
 

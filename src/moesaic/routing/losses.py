@@ -132,8 +132,12 @@ class RouterStatistics:
         )
 
     def parts(self) -> list[Tensor]:
-        """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is
-        (n,) float."""
+        """Return the sums that ranks exchange, flat and differentiable, in the order in which
+        `joined` splits them; joined by `torch.cat` they are (n,).
+
+        `step_counts_E` is not among them: it follows from `counts_GE` and from earlier counts,
+        which are of all ranks already.
+        """
         parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G]
         if self.importance_E is not None:
             parts.append(self.importance_E)
@@ -146,7 +150,8 @@ class RouterStatistics:
         """Return the sums over several ranks; the sequences of all ranks are concatenated.
 
         Args:
-            packed_Pn: (P, n), the `parts` of each rank, joined, with the same shapes on all ranks.
+            packed_Pn: (P, n), the `parts` of each rank, by `torch.cat`, with the same shapes on all
+                ranks.
             slices: number of neighbouring ranks that hold slices of the same sequences.
             earlier_counts_E: as for `of`, but summed over all ranks.
         """
@@ -349,7 +354,7 @@ class Importance(AbstractLoss):
         importance_E = statistics.importance_E
         assert importance_E is not None, "the statistics were taken without importance"
         mean = importance_E.mean()
-        tiny = torch.finfo(mean.dtype).tiny
+        tiny = torch.finfo(mean.dtype).tiny  # of a call without tokens the loss is 0, not NaN
         return (importance_E - mean).square().mean() / mean.square().clamp_min(tiny)
 
 

@@ -546,7 +546,8 @@ def _counts_to_exchange(rules: _Rules, scored: _Scored) -> Tensor:
 
 
 def _limiting_tokens(gathered: Gathered, capacity: AbstractCapacity) -> Tensor:
-    """Return the tokens of each rank from which a limit of its own follows, (P,) int64."""
+    """Return the tokens of each rank from which a limit of its own follows, (P,) int64: those that
+    are not padding; all of them under a padded capacity, whose limit depends on sizes alone."""
     return gathered.tokens if capacity.is_padded else gathered.valid
 
 

@@ -230,10 +230,11 @@ class Replicas:
         self._outside_graphs(partial(self._note_output, output))
 
     def _note_pass(self, output: Any) -> None:
-        """Note that a pass of the model begins, and whether its gradients are to be averaged."""
+        """Note the output of a forward pass of the model, and whether the gradients of its backward
+        pass are to be averaged."""
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None:
-            self.averages = bool(wrapper.require_backward_grad_sync)
+            self.averages = bool(wrapper.require_backward_grad_sync)  # False under `no_sync`
         self._is_expected = False  # of a backward pass that ended in an error
         self._note_output(output)
 

@@ -93,7 +93,7 @@ class AbstractCallPolicy(ABC):
 
     def refuse_padding(self) -> None:
         """Raise InputError if decisions need a call's counts, which no rank has under a padded
-        capacity."""
+        capacity; by default they do not."""
         return
 
     @abstractmethod
@@ -725,7 +725,9 @@ class ExpertParallel:
             return router.draw(len(x_TD), x_TD.device)
 
     def _is_due(self) -> bool:
-        """Return whether ranks compare digests in a call that needs no counts on the host."""
+        """Count a call that needs no counts on the host, and return whether ranks compare digests
+        in it: every `CHECKED_CALLS`-th, unless a graph is captured, where the host must not
+        wait."""
         self._unchecked_calls += 1
         return (
             self._unchecked_calls % CHECKED_CALLS == 0

@@ -74,7 +74,7 @@ def _groups_of(state: Any) -> list[Any]:
 def _groups_in_forward() -> list[tuple[Any, Any]]:
     """Return the parameter groups of all FSDP2 units of this process that a forward pass is in, and
     over which mesh each keeps its parameters where it is left; None where it keeps them whole."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    if "torch.distributed.fsdp" not in sys.modules:  # nobody has made a unit
         return []
     try:
         from torch.distributed._composable_state import _module_state_mapping

@@ -278,7 +278,8 @@ def is_spread(parameter: nn.Parameter) -> bool:
 
 
 def _swap(whole: nn.Parameter, part: nn.Parameter) -> bool:
-    """Swap the two, since an optimizer may hold the whole; False if an earlier pass's graph does.
+    """Swap what the two objects are, so that an optimizer that holds the whole holds the part then.
+    Return False if torch refuses, since something else refers to one: an earlier pass's graph.
 
     Its data alone would not do: a graph that is alive keeps the shape that gradients had.
     """

@@ -173,7 +173,8 @@ class Call:
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Run the deferred wgrad of some slots, or of all."""
-        for name in list(self.deferred_wgrad) if names is None else names:
+        chosen = list(self.deferred_wgrad) if names is None else names
+        for name in chosen:
             for work in self.deferred_wgrad.pop(name, ()):
                 work()
 

@@ -56,7 +56,7 @@ class LoadStatistics:
         variance = sum((count - mean) ** 2 for count in load) / num_experts
         shares = [count / total for count in load if count]
         entropy = -sum(share * math.log(share) for share in shares)
-        relative_entropy = 1.0
+        relative_entropy = 1.0  # a single expert's load is balanced, and log(1) is 0
         if num_experts > 1:
             relative_entropy = entropy / math.log(num_experts)
         return cls(

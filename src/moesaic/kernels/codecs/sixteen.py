@@ -64,6 +64,7 @@ class AbstractSixteenBit(AbstractCodec):
             return saturate_finite(values, dtype)
         shift = fields[0].to(torch.int32)
         unscaled = multiply_by_power(values, -shift)
+        # `saturate` is for finite values that scaling back takes beyond the dtype's range
         return torch.where(sent.isinf(), sent.to(dtype), saturate(unscaled, dtype))
 
     def _bound(self, rows: Tensor) -> Tensor:

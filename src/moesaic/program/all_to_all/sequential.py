@@ -25,7 +25,7 @@ class Sequential(AbstractAllToAll):
     is_searched = False
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
-        num_rounds = max(len(node_map.ranks) - 1, 1)  # a rank alone has one round too
+        num_rounds = max(len(node_map.ranks) - 1, 1)  # an algorithm has a hop, also of a rank alone
         hops = [Hop(Lane.INTER, (PACKED,))]
         for number in range(1, num_rounds):  # each waits for the one before
             hops.append(Hop(Lane.INTER, (PACKED, number - 1)))

@@ -226,7 +226,8 @@ class Builder:
         return dict(self._slots[name].state)
 
     def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
-        """Add a slot that a task will write."""
+        """Add a slot, an input or what a task writes, with its states but for the default, sharded;
+        return its name."""
         assert name not in self._slots, f"slot {name} is written twice"
         listed = tuple(
             sorted((axis, state) for axis, state in states.items() if state is not State.SHARDED)

@@ -42,7 +42,8 @@ class _Phase(IntEnum):
 
 
 def optsche(program: Program) -> Program:
-    """Return the program in that order, which is made for equal chunks and passes."""
+    """Return the program in the order that the module's docstring describes, made for equal chunks
+    that take as long to the experts as back."""
     phases = _phases(program)
     levels = _levels(program)
     parts = _parts(program)
@@ -50,22 +51,23 @@ def optsche(program: Program) -> Program:
     last_level = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
-        """Return the place of a task in the order: its phase, a part or level, and a rank among
-        equals."""
+        """Return the place of a task in the order: (phase, level, part) before and last, level by
+        level; (phase, part, rank within the part) in the middle, part by part."""
         phase = phases[task.name]
         part = parts[task.name]
+        previous = part - 1  # what a part's expert waits for comes with the part before
         # Weights of replicated copies (see `moves_replicated_weights`) are sent after all
-        # dispatches, and sent on inside nodes after the last chunk before these copies.
+        # dispatches, and sent on inside nodes after the last part before these copies.
         if moves_replicated(task):
             if task.lane is Lane.INTER:
                 return _Phase.BEFORE, last_level, part
-            return _Phase.MIDDLE, part - 1, 3
+            return _Phase.MIDDLE, previous, 3
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
-        # Of a chunk: 0, its expert; 1, the next chunk's movements inside a node; 2, its result; 3,
-        # the next chunk's weights if these are sent on (above).
+        # Ranks within a part: 0, its expert; 1, the next part's movements inside a node; 2, its
+        # result; 3, the next part's weights if these are sent on (above).
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
-            return phase, part - 1, 1
+            return phase, previous, 1
         if task.stage is Stage.COMBINE:
             return phase, part, 2
         return phase, part, 0
@@ -109,8 +111,8 @@ def _levels(program: Program) -> dict[str, int]:
 
 
 def _parts(program: Program) -> dict[str, int]:
-    """Return the position of the chunk, or step of peers, of each task. A task of several or of
-    none comes before or after all of them."""
+    """Return the part of each task, a number in the order of chunks, and of steps of peers within a
+    chunk. A task of several parts or of none comes before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
     chunk_number = chunk_numbers(program)  # of a layout
 

@@ -46,7 +46,7 @@ def halve_reduce(program: Program) -> Program:
 def _share(layout: Layout, task: Task) -> Layout | None:
     """Return the layout with each rank of a movement's group as the origin of its own rows; None if
     the layout does not allow it."""
-    if len(task.group) != 1:
+    if len(task.group) != 1:  # a sum over several axes stays one movement
         return None
     axis = task.group[0]
     # All ranks over the axes of `spread` are origins of a rank's rows: without this axis, on it

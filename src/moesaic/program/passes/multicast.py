@@ -279,6 +279,8 @@ def _by_kernel(task: Task, dispatched: str) -> Task:
 
 def _moves_rows(task: Task, kinds: dict[str, Kind]) -> bool:
     """Return whether a task moves rows between nodes or inside one."""
+    # a movement that a kernel does at once with another one reads what that one reads; `of` has the
+    # rows that it moves
     moved = task.of[0] if task.of is not None else task.reads[0]
     return (
         task.op is Op.MOVE

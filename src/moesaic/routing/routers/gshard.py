@@ -52,6 +52,7 @@ class GShardTop2(LinearRouter):
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         if not self.training:
             return None
+        # a number for each expert to sample from, or one that decides whether the second is sent
         width = self.num_experts if self.second == "sampled" else 1
         return torch.rand(num_tokens, width, device=device)
 

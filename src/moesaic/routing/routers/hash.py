@@ -54,8 +54,9 @@ class Hash(AbstractRouter):
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        if not self.table.is_meta:
+        if not self.table.is_meta:  # which has no values
             generator = torch.Generator().manual_seed(self.seed)
+            # sorted, random numbers give every bucket a random order of the experts
             numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
             self.table.copy_(numbers.argsort(dim=1, stable=True))
 
@@ -82,6 +83,7 @@ class Hash(AbstractRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose the first experts of each token's row of the table."""
         order_TE = scores.rank_by.argsort(dim=1, descending=True, stable=True)
         return token_choice(order_TE[:, :top_k])
 

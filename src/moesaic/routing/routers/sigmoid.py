@@ -73,6 +73,8 @@ class SigmoidTopK(LinearRouter):
         return self.scale * weight_N
 
     def fused(self, top_k: int) -> FusedChoice | None:
+        """Return this router as one operation; None if a subclass or the caller has replaced a
+        step."""
         rule = ChoiceRule(top_k, by_sigmoid=True, normalize=self.normalize, scale=self.scale)
         return FusedChoice(self.logits, rule, self.bias) if self.is_as_in(SigmoidTopK) else None
 

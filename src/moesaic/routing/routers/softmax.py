@@ -49,6 +49,8 @@ class SoftmaxTopK(SoftmaxWeights, LinearRouter):
         return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())
 
     def fused(self, top_k: int) -> FusedChoice | None:
+        """Return this router as one operation; None if a subclass or the caller has replaced a
+        step."""
         rule = ChoiceRule(
             top_k, by_sigmoid=False, normalize=self.normalize == "after", scale=self.scale
         )

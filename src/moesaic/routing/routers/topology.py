@@ -135,6 +135,7 @@ class TopologyRouter(LimitedRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose as the inner router; in training, among the experts that the limits leave."""
         if self.training and self.levels:
             scores = scores._replace(rank_by=self._limited(scores, top_k, valid_T))
         return self.inner.choose(scores, top_k, valid_T, noise)

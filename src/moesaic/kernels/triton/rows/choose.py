@@ -275,7 +275,7 @@ def _sigmoid(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _divisor(values: tl.tensor) -> tl.tensor:
-    """Return each row's sum, at least `TINY`; a sum of NaN stays NaN."""
+    """Return each row's sum, (rows, 1), at least `TINY`; a sum of NaN stays NaN."""
     total = tl.sum(values, 1)
     return tl.where(total < TINY, TINY, total)[:, None]
 

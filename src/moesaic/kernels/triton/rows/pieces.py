@@ -19,16 +19,16 @@ BLOCK = 1024
 
 
 def pieces_by_triton(values: Tensor, order: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return the pieces of a matrix.
+    """Return the pieces of a matrix as one matrix, in which a piece may be written several times.
 
     Args:
         values: (rows, columns) float32.
-        order: the numbers of the pieces, as they are written.
-        side_by_side: whether a row holds all its pieces, one after the other; else a piece is a
-            matrix, one below the other.
+        order: the number of the piece at each of P places.
+        side_by_side: whether the places of a row follow one another; else the places are matrices,
+            one below the other.
 
     Returns:
-        (rows, pieces * columns) or (pieces * rows, columns) bfloat16.
+        (rows, P * columns) or (P * rows, columns) bfloat16.
     """
     values = values.contiguous()
     num_rows, columns = values.shape
