@@ -3,6 +3,7 @@ in one line."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -291,8 +292,24 @@ def frozen_at_first() -> list[str]:
     return [frozen, outcome(model, lambda: plainly(optimizer, model))]
 
 
+def assigned() -> dict[str, str]:
+    """Return what becomes of whole experts that take the places of spread ones, and of an optimizer
+    that holds parameters whose places others took."""
+    model = make_model()
+    whole = copy.deepcopy(model.state_dict())
+    spread_model(model)
+    found = {"whole": refusal(lambda: model.load_state_dict(whole, assign=True))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1].load_state_dict(copy.deepcopy(model[1].state_dict()), assign=True)
+    found["stale"] = outcome(model, lambda: plainly(optimizer, model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["made again"] = outcome(model, lambda: plainly(optimizer, model))
+    return found
+
+
 def everything() -> dict[str, Any]:
     return {
+        "assigned": assigned(),
         "frozen at first": frozen_at_first(),
         "early": early(),
         "wrapped": with_wrappers(),
@@ -345,6 +362,15 @@ def test_an_optimizer_made_after_trains_the_experts(found):
         assert rank["an early list"][0] == "2"
         assert REFUSED in rank["an early list"][1]
         assert rank["old and new"] == "2"
+
+
+def test_parameters_that_a_state_took_the_place_of_are_refused(found):
+    for rank in found:
+        assert rank["assigned"]["whole"].startswith(
+            "InputError: load_state_dict(assign=True) would give this rank the whole of 1.experts."
+        )
+        assert REFUSED in rank["assigned"]["stale"]
+        assert rank["assigned"]["made again"] == "2"
 
 
 def test_modules_of_ones_own_keep_their_parameters(found):

@@ -573,7 +573,9 @@ class MoE(InjectsLosses, RoutingCached):
             self.data_ranks.note_wrapper()
 
         batch = self._token_info(call, is_counted=is_counted)
-        run_route = route if self.on_mesh is None else self.on_mesh.route
+        run_route: Callable[..., Routed] = route
+        if self.on_mesh is not None:
+            run_route = partial(self.on_mesh.route, sets_loss_scale=self.loss_scale_is_set)
         routed = run_route(
             self.router,
             x_TD,

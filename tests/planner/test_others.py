@@ -323,7 +323,6 @@ def test_what_follows_a_hash_is_a_comment(flags: str, parts: tuple[str, ...]) ->
         (("--recompute-granularity selective", "--recompute-modules moe_act"), "recompute", 1),
         (("--recompute-activations", "--recompute-modules moe_act"), "recompute", 1),
         (("--recompute-granularity full", "--recompute-modules moe_act"), "recompute", 0),
-        (("--fp8-format e4m3", "--fp8-recipe mxfp8"), "precision", 1),
     ],
 )
 def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], field: str, value: int) -> None:
@@ -351,6 +350,96 @@ def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], field: str, 
 )
 def test_a_word_that_nobody_would_read_is_one_line(flags: str, words: str) -> None:
     assert words in refused(from_flags, f"--expert-model-parallel-size 8 {flags}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16 tensor-model-parallel-size 4",
+        "--bf16 tensor_model_parallel_size: 4",
+        "--swiglu ++model.tensor_model_parallel_size=4",
+        "--bf16 \\ --tensor-model-parallel-size 4",
+        "--bf16 -tensor_model_parallel_size=4",
+    ],
+)
+def test_a_setting_that_lacks_its_hyphens_is_one_line(words: str) -> None:
+    assert "write two hyphens, --tensor-model-parallel-size" in refused(
+        from_flags, f"--expert-model-parallel-size 8 {words}"
+    )
+    assert "write two hyphens" in refused(from_flags, f"{words} --expert-model-parallel-size 8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "unread"),
+    [
+        ("--fp8-recipe mxfp8", ["--fp8-recipe"]),
+        ("--recompute-num-layers 4", ["--recompute-num-layers"]),
+        (
+            "--recompute-granularity selective --recompute-method block --recompute_num_layers 4",
+            ["--recompute-method", "--recompute_num_layers"],
+        ),
+        (
+            "--recompute-granularity full --recompute-modules moe_act --recompute-num-layers 2",
+            ["--recompute-modules"],
+        ),
+        ("--moe-enable-deepep --moe-token-dispatcher-type alltoall", ["--moe-enable-deepep"]),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", []),
+        ("--seq-length 2048 4096", ["--seq-length"]),
+        ("--vocab-size 151936 9", ["--vocab-size"]),
+        ("--cp-comm-type p2p a2a", ["--cp-comm-type"]),
+        ("--bf16 = false", ["--bf16"]),
+        ("--job.config_file llama.toml", ["--job.config_file"]),
+        ("--swiglu $MODEL_ARGS --lr 1 ${DATA_ARGS}", ["$MODEL_ARGS", "${DATA_ARGS}"]),
+    ],
+)
+def test_a_flag_that_has_no_effect_beside_the_others_is_named(
+    flags: str, unread: list[str]
+) -> None:
+    assert unread_flags(f"--expert-model-parallel-size 8 {flags}", QWEN) == unread
+
+
+def test_a_recipe_without_a_format_leaves_products_in_bf16() -> None:
+    split = "--expert-model-parallel-size 8"
+    assert from_flags(f"{split} --fp8-recipe mxfp8").precision == "bf16"
+    for both in ("--fp8-recipe mxfp8 --fp8-format e4m3", "--fp8-format e4m3 --fp8-recipe mxfp8"):
+        assert from_flags(f"{split} {both}").precision == "mxfp8"
+
+
+def test_flags_of_another_attention_or_router_are_named() -> None:
+    latent = (
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-router-num-groups 8 "
+        "--moe-router-group-topk 4"
+    )
+    grouped = "--num-query-groups 4 --kv-channels 128"
+    same = "--swiglu --untie-embeddings-and-output-weights"
+    deepseek = job(DEEPSEEK_V3)
+    assert unread_flags(f"{latent} {same} --kv-channels 128", deepseek) == []
+    assert unread_flags(f"{grouped} {same}", QWEN) == []
+    assert unread_flags(latent, QWEN) == [word for word in latent.split() if word[0] == "-"]
+    for flag in (
+        "--num-query-groups 8",
+        "--kv-channels 64",
+        "--attention-output-gate",
+        "--swiglu false",
+    ):
+        assert unread_flags(f"--expert-model-parallel-size 8 {flag}", QWEN) == [flag.split()[0]]
+    demo = read_job("demo")
+    assert unread_flags(f"--num-query-groups {demo.model.kv_heads}", demo) == []
+    assert unread_flags("--num-query-groups 99", demo) == ["--num-query-groups"]
+
+
+def test_flags_of_two_systems_for_one_choice_are_one_line() -> None:
+    words = "--parallelism.tensor_parallel_degree 2 --tensor-model-parallel-size 4"
+    assert "say the same: give the flags of one system" in refused(from_flags, words)
+
+
+def test_torchtitans_defaults_and_spellings_are_read() -> None:
+    layout = from_flags(
+        "--parallelism.expert_parallel_degree 8 --training.global_batch_size -1 "
+        "activation_checkpoint:full"
+    )
+    assert (layout.global_batch, layout.recompute) == (0, ("block",))
 
 
 def test_lists_and_sizes_that_only_a_shell_knows_are_named() -> None:

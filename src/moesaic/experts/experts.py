@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.experts.replaced_parameters import ReplacedParameters
+from moesaic.experts.replaced_parameters import ReplacedParameters, owned_parameters
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
@@ -129,6 +129,28 @@ class AbstractExperts(nn.Module, ABC):
                     parameter._backward_hooks = None
         self.mark_all()
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *how: Any
+    ) -> None:
+        """Load parameters; where they take the places of those that are spread over ranks
+        (`assign=True`), refuse whole ones, and note them for optimizers that hold the others."""
+        assigns = self.is_spread and local_metadata.get("assign_to_params_buffers", False)
+        owned = owned_parameters(self) if assigns else []
+        for each in owned:
+            value = state_dict.get(prefix + each.name)
+            is_whole = value is not None and not hasattr(value, "placements")
+            if each.owner is self and is_whole and hasattr(each.parameter(), "placements"):
+                raise InputError(
+                    f"load_state_dict(assign=True) would give this rank the whole of {prefix}"
+                    f"{each.name}, which is spread over ranks: load before parallelize, or "
+                    "DTensors of torch.distributed.checkpoint"
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *how)
+        for each in owned:
+            new = each.owner._parameters[each.name]
+            if new is not None and new is not each.parameter():
+                self.replaced.note(each, new)
 
     @property
     @abstractmethod

@@ -13,10 +13,13 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from moesaic.errors import InputError, suggestion
 from moesaic.planner.harmless_flags import ASSUMED, HARMLESS, HARMLESS_VALUES
+from moesaic.planner.hub import HubShape
+from moesaic.planner.hub_attention import Attention, GroupedAttention, LowRankAttention
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import Offers, OthersLayout
 from moesaic.planner.plan_files import mesh_table
@@ -108,6 +111,15 @@ WHOLE_BLOCKS: tuple[tuple[str, Any], ...] = (
 RECOMPUTE = "activation-checkpoint:"
 """What torchtitan 0.3 writes before the name of a mode. It is a subcommand, after which no more
 flags may follow."""
+SUBCOMMAND = re.compile(r"(?<![\w-])(?:--)?activation[-_]checkpoint:")
+"""`RECOMPUTE` as somebody may write it."""
+
+
+def _batch_or_default(word: str) -> int:
+    """Return a global batch, 0 for torchtitan's default of -1."""
+    return 0 if word == "-1" else int(word)
+
+
 TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.tensor-parallel-degree": ("tp", int),
     "parallelism.pipeline-parallel-degree": ("pp", int),
@@ -118,7 +130,7 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.expert-tensor-parallel-degree": ("etp", int),
     "parallelism.data-parallel-replicate-degree": ("replicas", int),
     "training.local-batch-size": ("local_batch", int),
-    "training.global-batch-size": ("global_batch", int),
+    "training.global-batch-size": ("global_batch", _batch_or_default),
     "activation-checkpoint.mode": ("recompute", MODES),
 }
 """Flags of torchtitan that define a layout, in the form of `MEGATRON`."""
@@ -159,6 +171,7 @@ def from_flags(flags: str) -> OthersLayout:
             f"--flags: the flags do not parse ({error}): close what is quoted"
         ) from error
     given = _given(words)
+    _check_one_system(given)
     values = _settled(_fields_of(given))
     if _is_one_graph(given):
         values["graphs"] = True
@@ -180,6 +193,19 @@ def from_flags(flags: str) -> OthersLayout:
     # rank, does not overlap parameters and gradients, and computes the loss step by step.
     defaults = {"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False)}
     return OthersLayout(**defaults | values)
+
+
+def _check_one_system(given: list[Given]) -> None:
+    """Raise InputError if flags of both systems set one field: which one counts would depend on
+    their order."""
+    flag_by_field = {MEGATRON[flag.name][0]: flag for flag in given if flag.name in MEGATRON}
+    for flag in given:
+        same = flag_by_field.get(TORCHTITAN[flag.name][0]) if flag.name in TORCHTITAN else None
+        if same is not None:
+            raise InputError(
+                f"--flags: {same.word} of Megatron and {flag.word} of torchtitan say the same: "
+                "give the flags of one system"
+            )
 
 
 def _no_flag_error(given: list[Given]) -> InputError:
@@ -207,6 +233,8 @@ def _settled(values: dict[str, Any]) -> dict[str, Any]:
         values["recompute"] = modules
     if values.pop("narrow", False):
         values.setdefault("precision", "fp8")
+    else:  # without a format Megatron reads no recipe
+        values.pop("precision", None)
     return values
 
 
@@ -217,8 +245,13 @@ COMMENT = re.compile(
 DASHED = re.compile(r"[-\u2010-\u2015\u2212]+(?=[A-Za-z])")
 """What a flag begins with: hyphens, or dashes that an editor made of them. A negative number has no
 letter after them."""
-LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
-"""A list of flags of a shell, which only the shell knows."""
+UNDASHED = re.compile(r"^[\s+~\-\u2010-\u2015\u2212]+|[=:].*|,$", re.DOTALL)
+"""What surrounds the name of a setting that is not written as a flag: marks before it, and its
+value."""
+LIST = re.compile(
+    r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(?:ARG|ARGS|ARGUMENTS|FLAGS|OPTS|OPTIONS)\}?", re.IGNORECASE
+)
+"""A list of flags of a shell, which only the shell knows: an array, or a variable of that name."""
 VARIABLE = re.compile(r"(CUBLAS|CUDA|NCCL|NVTE|NVSHMEM|PYTORCH|TORCH|TRITON|UCX)_?[A-Z0-9_]*=.*")
 """A variable of the environment that may change how libraries compute or send."""
 NEGATIVE = ("false", "0", "no", "off", "none", "null")
@@ -234,7 +267,8 @@ def _words(flags: str) -> list[str]:
     # what is quoted (the group) stays, since a # in it begins no comment
     without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
     words = []
-    for word in shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode ")):
+    written_as_flag = SUBCOMMAND.sub("--activation-checkpoint.mode ", without_comments)
+    for word in shlex.split(written_as_flag):
         if word.startswith("-"):
             words += word.split("=", 1)
         else:
@@ -269,17 +303,26 @@ def _given(words: list[str]) -> list[Given]:
     is_after_flag = False
     for word in words:
         dashes = DASHED.match(word)
+        if dashes is None or dashes[0] != "--":
+            _refuse_without_hyphens(word)
         if dashes:
             is_after_flag = True
             name = word[dashes.end() :].replace("_", "-")
-            if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
-                raise InputError(f"--flags: {word!r} is no flag: write two hyphens, --{name}")
             given.append(Given(word, name, []))
         elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not is_after_flag):
             given.append(Given(word, word, []))
         elif given:  # a value of the last flag; words before all flags are left out
             given[-1].values.append(word)
     return given
+
+
+def _refuse_without_hyphens(word: str) -> None:
+    """Raise InputError if a word without two hyphens is the name of a flag that would be read, as
+    of a YAML file (`name: 4`) or of an override (`++model.name=4`)."""
+    path = UNDASHED.sub("", word).replace("_", "-")
+    for name in (path, path.rpartition(".")[2]):
+        if name in {*MEGATRON, *TORCHTITAN, *SIZES}:
+            raise InputError(f"--flags: {word!r} is no flag: write two hyphens, --{name}")
 
 
 def _is_one_graph(given: list[Given]) -> bool:
@@ -308,16 +351,63 @@ def _fits_vocabulary(job: Job, size: int) -> bool:
     return abs(size - job.data.vocab_size) <= MOST_PADDING * job.data.vocab_size
 
 
+LATENT_SIZES = {
+    "q-lora-rank": "query_rank",
+    "kv-lora-rank": "rank",
+    "qk-head-dim": "nope",
+    "qk-pos-emb-head-dim": "rope",
+    "v-head-dim": "value",
+}
+GROUPED_SIZES = {"num-query-groups": "kv_heads", "kv-channels": "head_dim"}
+"""Flags for sizes of latent attention, and of attention whose heads share keys, with the names of
+these sizes; Megatron reads the first alone under latent attention, and the second elsewhere."""
+
+
+def _attention_of(job: Job) -> Attention | None:
+    """Return the attention of a job's blocks; None if it has no description."""
+    model = job.model
+    if isinstance(model, HubShape):
+        return model.attention_sizes
+    return GroupedAttention(
+        dim=model.dim,
+        heads=model.num_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        is_gated=False,
+        norms_heads=model.block.qk_norm,
+    )
+
+
+def _fits_attention(flag: str, job: Job, size: int) -> bool:
+    """Return whether a size is that of a job's attention."""
+    sizes = _attention_of(job)
+    is_latent = isinstance(sizes, LowRankAttention)
+    if flag in GROUPED_SIZES and is_latent:  # not read by Megatron
+        return True
+    return bool(size == getattr(sizes, (LATENT_SIZES | GROUPED_SIZES)[flag], None))
+
+
 FITTING: dict[str, Callable[[Job, int], bool]] = {
     "ffn-hidden-size": lambda job, size: size in (job.model.dense_hidden, job.model.moe.hidden),
     "moe-shared-expert-intermediate-size": lambda job, size: size == job.model.moe.shared_hidden,
     "moe-layer-freq": lambda job, every: (
         every > 0 and job.dense_layers == job.model.num_layers - -(-job.model.num_layers // every)
     ),
+    "moe-router-num-groups": lambda job, size: size == job.model.routing.get("groups", 1),
+    "moe-router-group-topk": lambda job, size: size == job.model.routing.get("top_groups", 1),
     "vocab-size": _fits_vocabulary,
     "padded-vocab-size": _fits_vocabulary,
+    **{flag: partial(_fits_attention, flag) for flag in LATENT_SIZES | GROUPED_SIZES},
 }
 """Further flags for sizes, which are named where they are not those of the job."""
+DESCRIBING: dict[str, Callable[[Job], bool]] = {
+    "attention-output-gate": lambda job: getattr(_attention_of(job), "is_gated", False),
+    "multi-latent-attention": lambda job: isinstance(_attention_of(job), LowRankAttention),
+    "swiglu": lambda job: job.model.moe.experts == "swiglu",
+    "untie-embeddings-and-output-weights": lambda job: not job.model.tied,
+}
+"""Flags without a value that say what a model is, and whether they are right of a job; they are
+named where they are not."""
 LAYERS = re.compile(r"\[([01])\](?:\*([0-9]+))?")
 """A part of a list of layers, dense (0) or not (1), such as "[0]*3"."""
 
@@ -358,7 +448,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
                 f"--flags: {flag.word} {flag.value}, but the planned model has {size}: make "
                 f"them agree{option}"
             )
-    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS}
+    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS} - _moot(given)
     if _is_one_graph(given):
         known.update(GRAPHS)
     unread: list[str] = []
@@ -371,20 +461,42 @@ def unread_flags(flags: str, job: Job) -> list[str]:
 def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
     """Return whether a flag may matter and no prediction reads it; `known` are names of flags that
     are read or harmless."""
+    is_number = flag.value.isdecimal() and len(flag.values) == 1
     # a list of layers in place of a number: matters unless it is that of the job
-    if flag.name == "moe-layer-freq" and not flag.value.isdecimal():
+    if flag.name == "moe-layer-freq" and not is_number:
         return not _has_dense_layers(job, flag.value)
     # a size: matters unless it is a number that fits the job
     if flag.name in FITTING:
-        return not (flag.value.isdecimal() and FITTING[flag.name](job, int(flag.value)))
+        return not (is_number and FITTING[flag.name](job, int(flag.value)))
     # a size that `unread_flags` compares with the job's if it is a number
     if flag.name in SIZES:
-        return not flag.value.isdecimal()
-    # assumed to be on: matters only if its value switches it off
-    if flag.name in ASSUMED.split():
-        return flag.value.lower() in NEGATIVE
+        return not is_number
+    # what describes the model, or is assumed to be on: matters if its value switches it off
+    if flag.name in DESCRIBING or flag.name in ASSUMED.split():
+        describes = DESCRIBING.get(flag.name, lambda _: True)
+        is_off = any(value.lower() in NEGATIVE for value in flag.values)
+        return is_off or not describes(job)
     # any other flag: matters unless it is read, or harmless, at least with this value
-    return flag.name not in known and flag.value not in HARMLESS_VALUES.get(flag.name, ())
+    if flag.name in HARMLESS_VALUES:
+        allowed = HARMLESS_VALUES[flag.name]
+        return flag.name not in known and not (flag.values and set(flag.values) <= set(allowed))
+    return flag.name not in known
+
+
+def _moot(given: list[Given]) -> set[str]:
+    """Return the names of flags that are read, but that Megatron leaves aside beside the others:
+    what they say is in no prediction."""
+    values = {flag.name: flag.value for flag in given}
+    moot = set[str]()
+    if values.get("recompute-granularity") == "full":
+        moot.add("recompute-modules")
+    else:
+        moot |= {"recompute-method", "recompute-num-layers"}
+    if "fp8-format" not in values:
+        moot.add("fp8-recipe")
+    if values.get("moe-token-dispatcher-type") == "alltoall":
+        moot.add("moe-enable-deepep")
+    return moot
 
 
 def _check_single(flag: Given, most: int) -> None:

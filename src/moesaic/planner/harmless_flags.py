@@ -72,7 +72,7 @@ WATCHING = (
     "log-world-size-to-tensorboard logging-level moe-per-layer-logging no-one-logger "
     "one-logger-async one-logger-project one-logger-run-name tensorboard-dir "
     "tensorboard-log-interval tensorboard-queue-size timing-log-level timing-log-option "
-    "wandb-entity wandb-exp-name wandb-project wandb-save-dir job.config-file "
+    "wandb-entity wandb-exp-name wandb-project wandb-save-dir "
     "job.custom-config-module job.description job.dump-folder job.print-args job.print-config "
     "metrics.disable-color-printing metrics.enable-tensorboard metrics.enable-wandb "
     "metrics.log-freq metrics.save-for-all-ranks metrics.save-tb-folder "

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.planner.hub_attention import INDEXER, LINEAR, LOW_RANKS, QUERY_RANK, attention_fields
+from moesaic.planner.hub_attention import (
+    INDEXER,
+    LINEAR,
+    LOW_RANKS,
+    QUERY_RANK,
+    Attention,
+    attention_fields,
+)
 from moesaic.shapes import MOST, ModelShape, MoEShape
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -227,6 +234,8 @@ class HubShape(ModelShape):
     attention: Mapping[str, float] = field(default_factory=dict)
     """Fields of `StepModel` about attention that do not depend on the sequence length; means over
     blocks."""
+    attention_sizes: Attention | None = None
+    """The attention of a block, to compare its sizes with what others say of them."""
     score_width: float = 0.0
     """Columns of queries and of values over all heads, times the mean context length over half the
     sequence length; the mean over blocks."""

@@ -279,7 +279,8 @@ def attention_of(table: Mapping[str, Any], sizes: Mapping[str, int]) -> Attentio
 def attention_fields(
     table: Mapping[str, Any], sizes: Mapping[str, int], kinds: Mapping[str, list[Any]], seq_len: int
 ) -> dict[str, Any]:
-    """Return the fields `attention` and `score_width` of `HubShape`, means over blocks."""
+    """Return the fields `attention` and `score_width` of `HubShape`, means over blocks, and
+    `attention_sizes`."""
     attention = attention_of(table, sizes)
     parameters, widths = _over_layers(attention, table, kinds, seq_len)
     layers = sizes["num_layers"]
@@ -294,7 +295,7 @@ def attention_fields(
         "attention_normed": attention.normed,
         "attention_result": attention.result,
     }
-    return {"attention": fields, "score_width": widths / layers}
+    return {"attention": fields, "attention_sizes": attention, "score_width": widths / layers}
 
 
 def _over_layers(

@@ -6,9 +6,10 @@ verifies that all ranks run the same plan and have the same router.
 
 A message has, all as float64: the sizes (valid tokens, tokens, copies with a weight that is not
 finite, a hash of the router's weights), counts by choice and expert (K, E), the sums of the losses,
-the extras (counts of node tokens), and the digest, a hash of the plan and of a call's arguments. P
-peers exchange messages. Copies are alive if they are neither padding nor held back by the router.
-Node tokens are the nodes and ranks to which multicast sends each token (`node_tokens.py`).
+the extras (counts of node tokens, the batch of a tensor-parallel group), and the digest, a hash of
+the plan and of a call's arguments. P peers exchange messages. Copies are alive if they are neither
+padding nor held back by the router. Node tokens are the nodes and ranks to which multicast sends
+each token (`node_tokens.py`).
 """
 
 from __future__ import annotations
@@ -45,11 +46,19 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 CHUNKS = 4
 """The number of chunks for whose visits and stops a message has room; counts of more chunks are
 exchanged separately."""
+BATCH = 5
+"""How many numbers describe the batch of a tensor-parallel group."""
+SAMPLED = 8
+"""The tokens whose activations are compared in a tensor-parallel group."""
+ROUNDING = 0.02
+"""Differences of activations up to this part of their norm are taken for those of rounding."""
 ANNOUNCES = -1
 """The first number of a message that announces the length of the next message. In other messages it
 is a number of tokens."""
 CALLS = "call the layer identically on every rank"
 """The advice in an error message if ranks call a layer differently."""
+ON_SOME = ("call.micro_batch", "call.set_loss_scale")
+"""Settings that only some calls have."""
 SEQUENCES = (
     "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
 )
@@ -74,6 +83,8 @@ class Gathered:
     with_gradients: bool = True
     """Whether gradients were on; a reentrant checkpoint turns them on for the recomputation
     alone."""
+    sets_loss_scale: bool = False
+    """Whether the caller had set a scale of the losses, which it may do until the backward pass."""
     micro_batch: int | None = None
     """The number of the micro-batch, if several are in flight; a recomputation runs alone."""
 
@@ -121,6 +132,7 @@ class Gathered:
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
             with_gradients=torch.is_grad_enabled(),
+            sets_loss_scale=peers.sets_loss_scale,
             micro_batch=number_in_flight(),
         )
 
@@ -312,8 +324,16 @@ class Peers:
         """Whether a rank that calls the layer with unchanged settings does not compare digests in
         this call."""
         self.weights: Mapping[str, Tensor] = {}
-        """The router's weights by name, which are the same on all ranks that route tokens of their
-        own."""
+        """The router's weights by name, and what it adapts, which are the same on all ranks that
+        route tokens of their own."""
+        self.advice: Mapping[str, str] = {}
+        """What to do if they are not, by their names."""
+        self.sets_loss_scale = False
+        """Whether the caller of the next call has set a scale of the losses."""
+        self._batch_length = BATCH if grid.tp > 1 else 0
+        """How many of the extras describe the batch of this rank's tensor-parallel group."""
+        self.batch: Tensor | None = None
+        """(5,) float64: the `batch_in_numbers` of the next call; None for zeros."""
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
@@ -333,7 +353,8 @@ class Peers:
         *,
         may_drop: bool,
     ) -> Tensor:
-        """Return the further values that this rank sends with its counts: counts of node tokens.
+        """Return the further values that this rank sends with its counts: counts of node tokens,
+        and what describes the batch of its tensor-parallel group.
 
         The message has room for them under every plan: ranks with different plans must be able to
         exchange digests.
@@ -350,9 +371,38 @@ class Peers:
         padding = torch.zeros(
             self._node_tokens_length, dtype=torch.float64, device=choice.expert.device
         )
-        if self._find_node_tokens is None or may_drop:
-            return padding
-        return self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, padding)
+        counts = padding
+        if self._find_node_tokens is not None and not may_drop:
+            counts = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, padding)
+        if not self._batch_length:
+            return counts
+        batch = counts.new_zeros(self._batch_length) if self.batch is None else self.batch
+        return torch.cat([counts, batch])
+
+    def check_batches(self, gathered: Gathered) -> None:
+        """Check that the ranks of each tensor-parallel group, which route slices of one batch,
+        called the layer with the same batch.
+
+        Args:
+            gathered: the messages of the call.
+
+        Raises:
+            InputError: on every rank, if those of a group did not.
+        """
+        if self.slices == 1:
+            return
+        batches = gathered.extras_on_host[:, -self._batch_length :]
+        for first in range(0, self.number, self.slices):
+            words = [in_words(batch) for batch in batches[first : first + self.slices]]
+            for index, batch in enumerate(batches[first : first + self.slices]):
+                if is_same_batch(batch, batches[first]):
+                    continue
+                rank, other = self.ranks[first], self.ranks[first + index]
+                raise InputError(
+                    f"ranks {rank} and {other} of a tensor-parallel group call a layer with "
+                    f"different tokens: {words[0]} on rank {rank}, {words[index]} on rank {other}: "
+                    "give all ranks of the group the same x, mask and token_ids"
+                )
 
     def _counts_of_node_tokens(
         self,
@@ -511,7 +561,8 @@ class Peers:
         if together:
             # the settings may differ, which is raised here; `advice` says by name of a setting what
             # to do about it
-            advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
+            names = (*self._settings, *ON_SOME)
+            advice = dict.fromkeys(names, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
         # their settings are the same, so that the plans differ; without a comparison either may
         wrong = [rank for rank, is_other in zip(ranks, differs) if is_other]
@@ -520,6 +571,46 @@ class Peers:
             f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank "
             "the same plan, and its replication policy the same settings"
         )
+
+
+def batch_in_numbers(x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None) -> Tensor:
+    """Return numbers, (5,) float64, that tell a batch of tokens from another one: tokens, tokens
+    that are not padding, sums of their places and ids, and of a sample of the activations a
+    weighed sum and a norm, which differ by rounding between ranks that added in another order."""
+    num_tokens = len(x_TD)
+    place = torch.arange(1, num_tokens + 1, dtype=torch.float64, device=x_TD.device)
+    step = max(num_tokens // SAMPLED, 1)
+    sample = x_TD.detach()[::step][:SAMPLED].double()
+    valid = place.new_ones(num_tokens) if valid_T is None else valid_T.double()
+    if valid_T is not None:
+        sample = sample.masked_fill(~valid_T[::step][:SAMPLED].unsqueeze(1), 0.0)
+    ids = valid if token_ids is None else token_ids.double() * valid
+    weights = torch.arange(sample.numel(), dtype=torch.float64, device=x_TD.device).cos()
+    return torch.stack(
+        [
+            place.new_tensor(num_tokens),
+            valid.sum(),
+            place @ (valid + ids),
+            sample.flatten() @ weights,
+            sample.norm(),
+        ]
+    )
+
+
+def is_same_batch(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two results of `batch_in_numbers` are of one batch."""
+    if not np.array_equal(one[:3], other[:3]):
+        return False
+    if not np.isfinite([one[3:], other[3:]]).all():  # NaN, of which no sum tells anything
+        return True
+    return bool((abs(one[3:] - other[3:]) <= ROUNDING * max(one[4], other[4])).all())
+
+
+def in_words(batch: np.ndarray) -> str:
+    """Return a result of `batch_in_numbers` in words."""
+    tokens, valid, _, weighed, _ = batch
+    padding = "" if valid == tokens else f" ({int(tokens - valid)} of padding)"
+    return f"{int(tokens)} tokens{padding} of sum {weighed:.4g}"
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:

@@ -39,7 +39,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity, count
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens, places_of
-from moesaic.routing.peers import Gathered, Peers
+from moesaic.routing.peers import Gathered, Peers, batch_in_numbers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
@@ -61,6 +61,11 @@ DRIFTED = (
     "parallelize(..., broadcast=True)"
 )
 """The advice in the error for routers that differ between ranks."""
+ADAPTED = (
+    "call balance_on_step or finish_step on every rank, once per optimizer step, and start every "
+    "rank with the same state"
+)
+"""The same for what a router adapts to the load."""
 
 
 class Chosen(NamedTuple):
@@ -322,6 +327,9 @@ class ExpertParallel:
         """Whether ranks have compared digests of the plan and of the present settings."""
         self._unchecked_calls = 0
         """Calls that needed no comparison, of which every `CHECKED_CALLS`-th makes one."""
+        self._batches = 0
+        """Calls since the batches of tensor-parallel groups were compared, modulo
+        `CHECKED_CALLS`."""
         self._padded_tables: dict[tuple[int | None, int, int], tuple[CallSizes, Indices]] = {}
         """Sizes and indices of calls under a padded capacity, by (padded rows, tokens, units)."""
 
@@ -358,9 +366,11 @@ class ExpertParallel:
         losses: Sequence[AbstractLoss],
         batch: TokenInfo,
         replay: RoutingRecord | None,
+        sets_loss_scale: bool = False,
     ) -> Routed:
         """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else
-        all; see `route`."""
+        all; see `route`. `sets_loss_scale` says whether the caller has set a scale of the losses.
+        """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None and replay is None:  # choose the plan of the call
             self.auto(len(x_TD), top_k, dtype)
@@ -377,6 +387,11 @@ class ExpertParallel:
             "capacity": capacity,
             "losses": losses,
         }
+        if earlier is not None:
+            sets_loss_scale = earlier.sets_loss_scale
+        self.peers.sets_loss_scale = sets_loss_scale
+        if losses and sets_loss_scale:
+            settings["set_loss_scale"] = True
         # sums per sequence are exchanged with the counts
         if any(loss.needs_sequences for loss in losses):
             settings["sequences"] = batch.num_sequences
@@ -384,13 +399,16 @@ class ExpertParallel:
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         # Ranks compare what should be equal on all: not DTensors, which FSDP2 has sharded.
+        compared = dict(router.named_parameters("router"))
+        adapted = dict(router.named_buffers("router")) if router.adapts else {}
+        self.peers.advice = dict.fromkeys(compared, DRIFTED) | dict.fromkeys(adapted, ADAPTED)
+        compared |= adapted
         self.peers.weights = {
-            name: weight
-            for name, weight in router.named_parameters("router")
-            if not hasattr(weight, "placements")
+            name: weight for name, weight in compared.items() if not hasattr(weight, "placements")
         }
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
+            self.peers.batch = self._batch_in_numbers(x_TD, batch.valid_T, batch.token_ids)
             batch = self._slice_of(batch, len(x_TD))
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
             sharing = parameters_as(router, self._shared)
@@ -405,6 +423,17 @@ class ExpertParallel:
                 replay=replay,
                 peers=self.peers,
             )
+
+    def _batch_in_numbers(
+        self, x_TD: Tensor, valid_T: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what tells the batch of this rank's tensor-parallel group from others; on a GPU,
+        where this costs launches, None in all but the first of every so many calls."""
+        number = self._batches
+        self._batches = (number + 1) % CHECKED_CALLS
+        if x_TD.device.type != "cpu" and number:
+            return None
+        return batch_in_numbers(x_TD, valid_T, token_ids)
 
     def _slice_of(self, batch: TokenInfo, num_tokens: int) -> TokenInfo:
         """Return what is known of this rank's slice of the tensor-parallel group's tokens."""
@@ -459,6 +488,7 @@ class ExpertParallel:
             }
         )
         if self.compiled.routes_slices:
+            self.peers.batch = self._batch_in_numbers(x_TD)
             expert_TK = expert_TK[share_of(len(x_TD), self._tp_place, self.grid.tp)]
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
@@ -750,17 +780,13 @@ class ExpertParallel:
                 "and its recomputation: call MoE.use_plan between steps"
             )
         self._digests_checked = True
+        self.peers.check_batches(routed.record.gathered)
         # The ranks of a tensor-parallel group may add in different orders: their copies may differ
         # by rounding. So only ranks at the same place of their groups are compared (columns).
         hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
         if (hashes != hashes[0]).any():
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
-            check_same(
-                self.transport,
-                values,
-                peers=self.peers.ranks,
-                advice=dict.fromkeys(values, DRIFTED),
-            )
+            check_same(self.transport, values, peers=self.peers.ranks, advice=self.peers.advice)
 
     def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
         """Return node tokens with the counts of every rank, which are exchanged now unless they
