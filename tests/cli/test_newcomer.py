@@ -16,6 +16,7 @@ from moesaic.traces.trace import write_segment
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOW = "show --mesh.tp 1 --mesh.etp 1 --plan.schedule s1"
 PLURAL_OF_ONE = re.compile(r"(?<![\d.,])\b1 (?:nodes|ranks|sequences|files)\b")
 
 
@@ -62,8 +63,8 @@ def test_one_thing_is_counted_in_the_singular():
         "plan --model demo --cluster dgx-h100 --gpus 2 --schedules s1 --all-to-alls linear",
         "plan explain --model demo --cluster dgx-h100 --gpus 2 --schedules s1 --all-to-alls linear "
         "--pp 2 --flags --pipeline-model-parallel-size=2",
-        "show --mesh.world 1 --mesh.tp 1 --mesh.ep 1 --mesh.ranks-per-node 1 --plan.schedule s1",
-        "show --mesh.world 4 --mesh.tp 1 --mesh.ep 4 --mesh.ranks-per-node 4 --plan.schedule s1",
+        f"{SHOW} --mesh.world 1 --mesh.ep 1 --mesh.ranks-per-node 1",
+        f"{SHOW} --mesh.world 4 --mesh.ep 4 --mesh.ranks-per-node 4",
     ],
 )
 def test_no_line_says_one_nodes(capsys, words):
@@ -101,7 +102,7 @@ def test_the_table_of_a_trace_is_whole_in_a_narrow_place(tmp_path: Path, monkeyp
 
 
 def test_in_one_node_no_time_is_spent_across_nodes(capsys):
-    words = "show --mesh.world 4 --mesh.tp 1 --mesh.ep 4 --mesh.ranks-per-node 4 --plan.schedule s1"
+    words = f"{SHOW} --mesh.world 4 --mesh.ep 4 --mesh.ranks-per-node 4"
     assert main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     totals = [line.split() for line in lines if " in all " in line][:2]  # forward, backward
