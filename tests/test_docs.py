@@ -428,3 +428,38 @@ def test_the_page_on_security_lists_what_an_install_brings() -> None:
         assert found - told <= above, (project, extra)
         above |= found
         assert project != "." or "django" not in found
+
+
+def test_code_of_a_page_stays_in_its_block() -> None:
+    """A line without its indentation, right below indented code, is shown as text."""
+    fallen = []
+    for page in PAGES:
+        lines = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL).splitlines()
+        is_code = False
+        for before, line in zip(["", *lines], lines):
+            if is_code and line and not line.startswith("    "):
+                fallen.append((page.name, line))
+            starts = line.startswith("    ") and not before.strip()
+            is_code = line.startswith("    ") and (is_code or starts)
+            in_list = re.match(r"\s*(?:[-*]|\d+\.) ", line)
+            is_code = is_code and not in_list
+    assert fallen == []
+
+
+def test_tables_of_flags_have_those_of_the_command_above_them(capsys) -> None:
+    """The last command that a page names before the table is the one whose flags it lists."""
+    missing = []
+    command = "|".join([*COMMANDS, *LABORATORY])
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for table in re.finditer(r"^\| (?:option|flag) \|.*\n(?:\|.*\n)+", text, re.MULTILINE):
+            cells = re.findall(r"^\| ([^|]*)\|", table[0], re.MULTILINE)
+            flags = {flag for cell in cells for flag in re.findall(r"`(--[\w.-]+)", cell)}
+            named = re.findall(rf"moesaic ((?:{command})\b(?: run\b)?)", text[: table.start()])
+            if not flags or not named:
+                continue
+            words = named[-1].split()
+            assert main([*words, "--help-all" if words == ["train"] else "--help"]) == 0
+            there = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
+            missing += [(page.name, words, flag) for flag in sorted(flags - there)]
+    assert missing == []

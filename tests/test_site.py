@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+import moesaic
+import moesaic.transformers
 from moesaic_lab.site import on_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,3 +358,17 @@ def test_no_page_is_wider_than_its_window(site: Path, tmp_path: Path) -> None:
         server.shutdown()
         (site / "driver.html").unlink()
     assert [(page, width, wide) for page, width, wide in found if wide > width] == []
+
+
+def test_every_public_name_has_its_reference(site: Path) -> None:
+    """A name that a page lists under a module that only imports it would be left out silently."""
+    pages = (path.read_text("utf-8") for path in (site / "reference").rglob("*.html"))
+    shown = {found for page in pages for found in re.findall(r'id="(moesaic\.[\w.]+)"', page)}
+    public = {
+        f"{value.__module__}.{name}"
+        for module in (moesaic, moesaic.transformers)
+        for name, value in ((name, getattr(module, name)) for name in module.__all__)
+        if hasattr(value, "__module__")
+    }
+    assert public
+    assert sorted(public - shown) == []

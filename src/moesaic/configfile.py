@@ -33,6 +33,10 @@ def read_table(path: Path) -> dict[str, Any]:
     Raises:
         InputError: if the file is missing, has another suffix, or does not parse.
     """
+    if path.suffix not in (".toml", ".json") and path.is_dir():
+        raise InputError(
+            f"config {path}: is a folder: name a file, {path / 'config.json'} of a run"
+        )
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"config {path}: unknown kind of file, use .toml or .json")
     try:

@@ -57,6 +57,11 @@ def in_one_line(text: str) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 node`, `2 nodes`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def suggestion(word: str, known: list[str]) -> str:
     """Return ': did you mean X?' for the known word that holds this one or is closest; if none is
     close, a list."""

@@ -398,11 +398,11 @@ def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
     assert shown(capsys, *file)["forward"]["seconds"] == run.seconds
     assert main(["show", *file, "--gantt", "plan.html"]) == 0
     first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first.endswith(f"on 8x4090-pcie, 1 nodes of {4 // pp} ranks")
+    assert first.endswith(f"on 8x4090-pcie, 1 node of {4 // pp} ranks")
     assert second.startswith("a layer of 4 experts, top 1, dim 64, hidden 128, for ")
     stages = " in 2 stages, one of which is shown" if pp > 1 else ""
     assert second.endswith(f": gpt.toml's on 4 ranks{stages}")
-    where = f"A layer of gpt.toml on 8x4090-pcie, 1 nodes of {4 // pp} ranks"
+    where = f"A layer of gpt.toml on 8x4090-pcie, 1 node of {4 // pp} ranks"
     stage = "a stage of 2, " if pp > 1 else ""
     title = f"<h1>{where}: {stage}tp 1, ep 2, etp 1</h1>"
     assert title in Path("plan.html").read_text("utf-8")
@@ -410,7 +410,7 @@ def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
     said = " ".join(capsys.readouterr().out.split())
     assert "but for --layer.dim (64 and 128)" in said
     assert main(["show", *file, "--cluster", "25gbe"]) == 0
-    assert "on 25gbe, 1 nodes of" in capsys.readouterr().out
+    assert "on 25gbe, 1 node of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

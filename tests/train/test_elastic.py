@@ -154,6 +154,13 @@ def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
         with_planned(tiny(tmp_path, batch_size=4, mesh={"ep": 4}, planner={"plan": "search"}))
 
 
+def test_a_search_in_one_process_says_that_there_is_nothing_to_split(tmp_path):
+    said: list[str] = []
+    config = with_planned(tiny(tmp_path, planner={"plan": "search"}), said.append)
+    assert said == ["planner: one process has nothing to split, so nothing is searched"]
+    assert config.planner.plan == ""
+
+
 def children(parent: int) -> list[int]:
     """Return the processes that a process started."""
     processes = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]

@@ -40,7 +40,9 @@ MORE = tuple(STAGES)[1:]
 and interleaving with tp."""
 REFUSED = {
     "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
-    "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
+    "leaves 2 of the 4 ranks to a stage, too few for mesh.tp=1, mesh.ep=4": {
+        "mesh": {"pp": 2, "ep": 4}
+    },
 }
 """A part of the error message to settings that only the ranks can refuse."""
 

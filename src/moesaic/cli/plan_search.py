@@ -51,9 +51,9 @@ class JobOptions:
     """A model, a cluster, and the sizes of a step."""
 
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
-    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training
-    configuration (TOML, or the config.json of a run), or the config.json of a Hugging Face
-    model."""
+    """A model (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, gpt-oss-120b, deepseek-v3), a preset of
+    moesaic train (demo, gpt-small, ...), a training configuration (TOML, or the config.json of a
+    run), or the config.json of a Hugging Face model."""
     cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile
     wrote; docs/planning.md lists both."""

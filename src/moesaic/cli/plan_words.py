@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from moesaic.errors import counted
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.answer import (
     SKEWED,
@@ -52,8 +53,8 @@ def table_of(
     given."""
     table = Table(
         title=(
-            f"{model} on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node}: "
-            "simulated steps"
+            f"{model} on {cluster.name}, {counted(cluster.nodes, 'node')} of "
+            f"{cluster.devices_per_node}: simulated steps"
         ),
         box=None,
     )
@@ -250,7 +251,7 @@ def as_others_shard(
     yield (
         f"as {name} runs it: {choices}: {speed.tokens_per_second:,.0f} tokens/s and "
         f"device, {step.memory.total / GIB:.1f} GiB{times} (moesaic plan emit "
-        f"{system} --pp {layout.pp} prints it)"
+        f"{system} --pp {layout.pp} prints it, with the same --model and --cluster)"
     )
 
     gains = without_what_we_lack(job, cluster, layout)
@@ -316,7 +317,8 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     if not layout.global_batch:
         yield (
             "your flags give no global batch, so a step of yours is taken to have the fewest "
-            f"sequences, {sequences}: add one"
+            f"sequences, {sequences}: add --global-batch-size (torchtitan: "
+            "--training.global-batch-size)"
         )
     yield from _starved(job, cluster, layout)
     if ours is not None:
@@ -330,8 +332,8 @@ def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[s
     if not fills_pipeline(job, cluster, layout):
         groups = cluster.world // (layout.tp * layout.cp * layout.pp)  # data-parallel pipelines
         yield (
-            f"warning: a step has {layout.sequences(cluster.world)} sequences, fewer than its "
-            f"pipelines need: give at least {layout.pp * groups * layout.micro_batch}"
+            f"warning: a step has {counted(layout.sequences(cluster.world), 'sequence')}, fewer "
+            f"than its pipelines need: give at least {layout.pp * groups * layout.micro_batch}"
         )
 
 

@@ -25,7 +25,7 @@ from moesaic.cli.arguments import parse, value_of
 from moesaic.cli.output import folded
 from moesaic.codecs import is_coded
 from moesaic.configfile import differing_fields
-from moesaic.errors import InputError, in_one_line
+from moesaic.errors import InputError, counted, in_one_line
 from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.candidates import name_of
@@ -204,7 +204,9 @@ def run(arguments: Sequence[str]) -> int:
     print(folded(in_one_line(_whose(options, of_file))))
     console = Console(width=max(Console().width, NARROWEST))
     console.print(
-        _stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n"
+        _stage_table(timelines, nodes=_nodes(grid)),
+        _byte_table(rows, replicates=compiled.replicates),
+        sep="\n",
     )
     for row in memory:
         print(folded(_memory_line(row, plan.memory_budget)))
@@ -350,10 +352,16 @@ def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
     return whole_nodes.of_devices(found.ranks)  # the search may have used a part of each node
 
 
+def _nodes(grid: Grid) -> int:
+    """Return the number of nodes of a mesh."""
+    return grid.world // (grid.ranks_per_node or grid.world)
+
+
 def _where(cluster: ClusterSpec, grid: Grid) -> str:
     """Return the cluster and the part of it that a mesh takes."""
     per_node = grid.ranks_per_node or grid.world
-    return f"{cluster.name}, {grid.world // per_node} nodes of {per_node} ranks"
+    nodes = counted(_nodes(grid), "node")
+    return f"{cluster.name}, {nodes} of {counted(per_node, 'rank')}"
 
 
 def _whose(options: ShowOptions, of_file: OfFile | None) -> str:
@@ -508,8 +516,12 @@ def _write_pictures(
             ) from error
 
 
-def _stage_table(timelines: dict[str, Timeline]) -> Table:
+def _stage_table(timelines: dict[str, Timeline], *, nodes: int) -> Table:
     """Return the table of times: a row per stage of a program, and one of the whole program."""
+    # the lane between nodes carries messages inside one too, and all of them if there is no other
+    inside = (Lane.INTRA,) if nodes > 1 else (Lane.INTRA, Lane.INTER)
+    across = (Lane.INTER,) if nodes > 1 else ()
+    columns = ((Lane.COMPUTE, Lane.HOST), inside, across)
     table = Table(
         title="milliseconds of a rank, whose lanes run side by side", box=None, title_justify="left"
     )
@@ -529,17 +541,16 @@ def _stage_table(timelines: dict[str, Timeline]) -> Table:
         stages = dict.fromkeys(span.stage for span in timeline.spans)  # each once, in order
         for stage in stages:
             spans = [span for span in timeline.spans if span.stage == stage]
-            table.add_row(name, stage.value, *_time_cells(spans))
+            table.add_row(name, stage.value, *_time_cells(spans, columns))
         whole = (f"{timeline.makespan * 1e3:,.2f}", f"{timeline.overlap:.0%}")
-        table.add_row(name, "in all", *_time_cells(timeline.spans), *whole)
+        table.add_row(name, "in all", *_time_cells(timeline.spans, columns), *whole)
     return table
 
 
-def _time_cells(spans: Sequence[Span]) -> list[str]:
-    """Return the number of some tasks, and their milliseconds of computing, inside nodes and across
-    nodes."""
+def _time_cells(spans: Sequence[Span], columns: Sequence[tuple[Lane, ...]]) -> list[str]:
+    """Return the number of some tasks, and their milliseconds by column, on the lanes of each."""
     cells = [str(len(spans))]
-    for lanes in ((Lane.COMPUTE, Lane.HOST), (Lane.INTRA,), (Lane.INTER,)):
+    for lanes in columns:
         seconds = sum(span.end - span.start for span in spans if span.lane in lanes)
         cells.append(f"{seconds * 1e3:,.2f}")
     return cells

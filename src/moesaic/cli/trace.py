@@ -21,6 +21,8 @@ from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, faults, layer_loads
 from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
 
+NARROWEST = 100
+"""Columns that the table of loads needs."""
 USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace counts FILE --out FILE.csv [options]
        moesaic trace check FILE [--from FORMAT] [options]
@@ -278,4 +280,6 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
             f"{load.drift:.3f}",
             f"{load.locality:.3f}",
         )
-    Console(stderr=True, soft_wrap=True, highlight=False).print(table)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.width = max(console.width, NARROWEST)
+    console.print(table)

@@ -25,8 +25,9 @@ torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 Start from --preset NAME (PRESETS),
 from --config FILE (.toml or .json; with the config.json of a run and --existing resume, that run
 continues), or from both. The file overrides the preset, and flags override both.
---plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto
-changes plans while training, see --planner.
+--plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan search
+takes the split of the ranks and the plan that are predicted to be fastest; --plan auto changes
+plans while training, see --planner.
 --help-all lists every flag. The defaults shown below are those of the given preset and file."""
 
 TAKEN = ("--preset", "--config", "--plan")
@@ -55,6 +56,7 @@ USUAL = (
     "--mesh.ep",
     "--mesh.etp",
     "--mesh.pp",
+    "--planner.plan",
     "--planner.cluster",
     "--balance.replication",
 )

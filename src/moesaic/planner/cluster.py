@@ -645,7 +645,7 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
         cards = CARDS.fullmatch(name)
         if cards is None or f"8x{cards[3]}-pcie" not in presets():
             raise InputError(
-                f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, "
+                f"cluster {name!r} is unknown{_near_cluster(name)} (or give cards, "
                 "4x4090-pcie or 2x4x4090-25gbe, or a path that ends in .toml)"
             )
         return _cluster_of_cards(name, cards, nodes)
@@ -653,6 +653,16 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
         # measured lines of collectives are of the file's number of nodes
         table = table | {"nodes": nodes, "collectives": []}
     return build(ClusterSpec, table, source=f"cluster {name}")
+
+
+def _near_cluster(name: str) -> str:
+    """Return a suggestion for an unknown name: the cards without their link, or a preset."""
+    for link in ("25gbe", "pcie"):  # of several machines, of one
+        cards = CARDS.fullmatch(f"{name}-{link}")
+        is_several = cards is not None and cards[1] is not None
+        if cards and is_several == (link == "25gbe") and f"8x{cards[3]}-pcie" in presets():
+            return f": did you mean {name}-{link}?"
+    return suggestion(name, presets())
 
 
 def _cluster_of_cards(name: str, cards: re.Match[str], nodes: int | None) -> ClusterSpec:

@@ -429,6 +429,8 @@ def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELay
     path = Path(where)
     folder = Path.cwd()
     module = where
+    if path.suffix == ".py" and not path.is_file():
+        raise InputError(f"{name}: {where}: no such file")
     try:
         if path.suffix == ".py":
             folder = path.resolve().parent

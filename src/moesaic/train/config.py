@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, check_replication
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic.models.config import ModelConfig
 from moesaic.program.plan import NO_REPLICATION, Plan, StaticPlan, check_budget
 
@@ -36,6 +36,8 @@ SPLIT_BACKWARD = (
 )
 """How the names of schedules begin, without hyphens, that run parts of a backward pass apart:
 torch's, Megatron's and the papers'."""
+PLANNERS = ["search", "auto", "parm"]
+"""What `planner.plan` may be besides a file."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited
 for."""
@@ -224,6 +226,11 @@ class PlannerConfig:
     if times are needed."""
 
     def __post_init__(self) -> None:
+        if self.file and not self.file.endswith((".toml", ".json")):
+            raise InputError(
+                f"planner.plan={self.plan} is unknown{suggestion(self.plan, PLANNERS)} (or give a "
+                "file that moesaic plan --write wrote, .toml or .json)"
+            )
         if self.rule and not self.cluster:
             raise InputError(
                 f"planner.plan={self.plan} needs the times of collectives from "

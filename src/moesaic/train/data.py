@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moesaic.configfile import read_table
-from moesaic.errors import InputError
+from moesaic.errors import InputError, counted
 from moesaic.train.config import DataConfig
 from moesaic.train.documents import SAVED, SPLITS, read_documents
 from moesaic.train.example_text import PACKAGE, VERSION, example_text
@@ -386,7 +386,7 @@ def _load_bin(
         tokenizer,
         config.vocab_size,
         val_bytes=max(len(val), 1),  # losses are divided by it
-        description=f"{len(files)} token files",
+        description=counted(len(files), "token file"),
     )
 
 

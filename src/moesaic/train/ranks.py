@@ -238,6 +238,13 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
             f"mesh.pp={mesh_config.pp}: {mesh_config.pp} stages do not divide the {world} ranks: "
             f"choose a divisor of {world}"
         )
+    if mesh_config.pp > 1 and world % mesh_config.least_ranks:
+        raise InputError(
+            f"mesh.pp={mesh_config.pp} leaves {world // mesh_config.pp} of the {world} ranks to a "
+            f"stage, too few for mesh.tp={mesh_config.tp}, mesh.ep={mesh_config.ep} and "
+            f"mesh.etp={mesh_config.etp}: start a multiple of {mesh_config.least_ranks}, or give "
+            "--mesh.pp 1"
+        )
     if mesh_config.pp > 1:
         stages = init_device_mesh(
             device_type, (mesh_config.pp, world // mesh_config.pp), mesh_dim_names=("pp", "stage")

@@ -191,7 +191,8 @@ def verify(out: str | Path) -> dict[str, Any]:
     folder = Path(out)
     if not (folder / RECEIPT).exists():
         raise InputError(
-            f"{folder / RECEIPT} is missing: no conversion finished here, convert again"
+            f"{folder / RECEIPT} is missing: no conversion finished here, convert again (that of a "
+            "run of moesaic train compares logits at once, and leaves no receipt)"
         )
     receipt = _read_receipt(folder / RECEIPT)
     model = Architecture(read_config(folder))

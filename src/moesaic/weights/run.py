@@ -187,7 +187,8 @@ def _refuse_without_equivalent(shape: ModelConfig, where: str) -> None:
         (block.bias, "model.block.bias=true"),
         (
             shape.conv_width > 1,
-            f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1",
+            f"model.conv_width={shape.conv_width}, the short convolutions: train with "
+            "--model.conv-width 1",
         ),
         (shape.is_dense, f"model.ffn={shape.ffn}"),
         (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
