@@ -104,12 +104,15 @@ def _fits(config: TrainConfig, world: int) -> bool:
     mesh = config.mesh
     if world % mesh.tp or world % (mesh.ep * mesh.etp):
         return False
-    return config.batch_size % (world // mesh.tp) == 0
+    num_groups = world // mesh.tp  # data-parallel ones
+    return config.batch_size % num_groups == 0
 
 
 def _has_own_plan(config: TrainConfig) -> bool:
-    """Return whether the configuration has fields that a search finds."""
+    """Return whether the configuration sets fields that a search finds, or that it predicts
+    without."""
     mesh = config.mesh
+    # `layer_plan` also has replication and the memory budget, which a search predicts without
     return (mesh.tp, mesh.ep, mesh.etp, config.layer_plan) != (1, 1, 1, Plan())
 
 
@@ -181,6 +184,7 @@ def _can_have_stages(config: TrainConfig) -> bool:
 
 def _can_fly(config: TrainConfig) -> bool:
     """Return whether two micro-batches of a configuration may be in flight."""
+    # recording and replaying set a router for one micro-batch at a time
     records = config.record_routing != "none" or bool(config.replay_routing)
     return config.accumulation > 1 and not records
 

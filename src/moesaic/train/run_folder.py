@@ -194,6 +194,7 @@ class RunFolder:
         if self._lock is None:
             return
         with suppress(OSError):
+            # if the folder was moved away, the file of this name may be another process's
             if _has_name(self._lock, self.path / LOCK):
                 (self.path / LOCK).unlink()
         self._lock.close()
