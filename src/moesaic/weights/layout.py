@@ -58,7 +58,7 @@ class Computed:
     make: Callable[[Region], torch.Tensor]
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements in a region; the same in every call."""
+        """Return the elements in a region, as integers of the same size; the same in every call."""
         as_integers = getattr(torch, f"int{8 * self.dtype.itemsize}")
         return self.make(at).contiguous().view(as_integers).numpy()
 
@@ -308,6 +308,7 @@ class GatheredTensor:
     def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
         names: dict[str, None] = {}  # a set that keeps the order
+        # blocks of `by_tensor` are flipped: their `tensor` is the stored one
         for _, own_part in self.layout.by_stored.cuts(self.name, full_region(self.shape)):
             for block, _ in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
                 names[block.tensor] = None

@@ -163,6 +163,8 @@ class OneByOne:
         return self.weight.get_shape()
 
     def __getitem__(self, at: Any) -> OneByOne:
+        """Return the weight with the experts that the first slice of a tuple selects, of which the
+        other slices are whole; all experts for `...`."""
         return self if at is Ellipsis else replace(self, own=self.own[at[0]])
 
     def to(self, device: Any = None, **_: Any) -> OneByOne:
