@@ -262,9 +262,8 @@ class DecisionMeter:
         for decisions_of_layer in decisions:
             for decision in decisions_of_layer:
                 deciding_seconds += decision.decision_seconds
-        row_bytes = (
-            2 * self._layers[0].dim * self._element_bytes
-        )  # and its gradient's, in the backward pass
+        # of a row in the forward pass, and of its gradient in the backward pass
+        row_bytes = 2 * self._layers[0].dim * self._element_bytes
         layers = []
         for decisions_of_layer, moves_of_layer in zip(decisions, moves):
             sample_metrics = _mean_sample_metrics(moves_of_layer, row_bytes)

@@ -485,6 +485,7 @@ class Roll:
         present = set(range(1, self.world))
         while present and time.monotonic() < until:
             for rank in list(present):
+                # one without a process never signed the roll
                 has_left = self._entry("left", rank) or not self._process(rank)
                 if has_left or self.fate(rank).startswith(GONE):
                     present.remove(rank)
@@ -590,7 +591,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
 
     def end(number: int, frame: FrameType | None) -> None:
         """End the run on a signal, and say which ranks died before it."""
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the question below
         dead: dict[int, str] = {}
         with suppress(ConnectionError):
             dead = ask_store(roll.dead, ANSWER_SECONDS)
