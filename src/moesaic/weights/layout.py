@@ -183,7 +183,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
         split += 1
     inner = full_region(shape[split + 1 :])
     row_bytes = math.prod(shape[split + 1 :]) * itemsize
-    rows_at_once = max(1, BUFFER // max(1, row_bytes))
+    rows_at_once = max(1, BUFFER // max(1, row_bytes))  # an empty tensor's rows have 0 bytes
     for outer in np.ndindex(*shape[:split]):
         outer_dims = [range(index, index + 1) for index in outer]
         for start in range(0, shape[split], rows_at_once):
@@ -358,7 +358,8 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         if isinstance(place, int):
             index.append(dim.index(place))
             continue
-        # positions in the array are evenly spaced, as the indices in `place` are
+        # positions in the array are evenly spaced, as the indices in `place` are; a single one has
+        # no step, for which 1 stands
         first = dim.index(place[0])
         last = dim.index(place[-1])
         num_steps = max(1, len(place) - 1)
