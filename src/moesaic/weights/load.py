@@ -175,6 +175,8 @@ class OneByOne:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Tensor]:
+        """Yield the matrices of the experts, (out, in) or transposed, each read as it is asked
+        for."""
         rest = [slice(None)] * (len(self.get_shape()) - 1)
         for expert in self.own:
             one = self.weight[(slice(expert, expert + 1), *rest)]
