@@ -83,8 +83,9 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
 
 
 def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Say whether another split of the ranks would spare a slow link, if tokens cross one in a run
-    on CPUs whose plan nothing chooses. All ranks call it together."""
+    """Say whether another split of the ranks would spare a slow link, if tokens of a run on CPUs
+    cross one and `planner.plan` is empty: `with_planned`, which comes before, leaves only `auto`
+    in it. All ranks call it together."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     mesh = config.mesh

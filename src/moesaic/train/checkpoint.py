@@ -496,7 +496,7 @@ def _listed_sums(path: Path) -> dict[str, str]:
     sums = {}
     for line in read_text(path / SUMS).splitlines():
         value, _, name = line.partition("  ")
-        # such a name could lead out of the folder, to a file that would then be read
+        # any other name could lead out of the folder, to a file that would then be read
         if not CHECKPOINTS.is_own(name):
             raise DamagedError(f"{SUMS} lists {name!r:.100}, which no checkpoint has")
         sums[name] = value
