@@ -87,7 +87,7 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
     has none."""
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") != flag:
+        if name.replace("_", "-") != flag:  # `parse` takes either in a flag
             continue
         if equals:
             return value

@@ -107,6 +107,7 @@ class JobOptions:
     def job(self, cluster: ClusterSpec) -> Job:
         """Return the training job, with the batch size, accumulation and sequence length of the
         options."""
+        # only a Hugging Face model takes the sequence length here, others below
         job = read_job(self.model, seq_len=self.seq_len or 4096, world=cluster.world)
         if self.batch_size is not None:
             job = replace(job, batch_size=self.batch_size)
@@ -269,7 +270,7 @@ class SearchOptions(JobOptions):
 
             try:
                 return job, result_of(job)
-            except InputError:
+            except InputError:  # if it is no TooLargeError, it comes again below
                 if not isinstance(job.model, HubShape):
                     raise
             # once more, with recomputation

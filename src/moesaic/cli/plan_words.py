@@ -173,7 +173,7 @@ def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: 
     gains = [
         f"{change.what}: {change.speedup:.2f} times the speed"
         for change in changes(job, cluster, result, reserve_gib=reserve_gib)
-        if change.speedup > 1
+        if change.speedup > 1  # some slow a step down
     ]
     nothing = "no change that was tried helps by more than half a percent"
     return f"change first: {'; '.join(gains[:5]) or nothing}"

@@ -188,8 +188,8 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Split `--flag value` and `--flag=value` off a command line; returns the other words, and the
-    values by flag."""
+    """Split `--flag value` and `--flag=value` off a command line, which is used up; returns the
+    other words, and the values by flag."""
     others = []
     values = {}
     while words:

@@ -118,7 +118,7 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
 
 def saved_steps(out: str) -> list[tuple[str, int]]:
     """Return names of the complete checkpoints of a run, with the times at which they were
-    completed, in nanoseconds."""
+    completed, in nanoseconds: they differ from earlier ones if a run has saved meanwhile."""
     saved = []
     for checkpoint in CHECKPOINTS.listed(Path(out), typed=True):
         mark = checkpoint / COMPLETE

@@ -111,7 +111,7 @@ def _parameter(base: nn.Module, name: str) -> Tensor | None:
     """Return a parameter by the name that it has without adapters; None if another stage has it."""
     path, _, last = name.rpartition(".")
     module: Any = base.get_submodule(path)
-    while hasattr(module, "base_layer"):
+    while hasattr(module, "base_layer"):  # adapters wrap the module, maybe one around another
         module = module.base_layer
     found: Tensor | None = getattr(module, last, None)
     return found
@@ -313,8 +313,8 @@ def _is_of_experts(wrapper: Any) -> bool:
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the parts of all ranks of a group on its first rank, on the CPU; elsewhere the
-    part."""
+    """Return the parts of all ranks of a group, joined along the first dimension, on its first
+    rank; on others their own part. All are on the CPU."""
     own = part.cpu()
     parts: list[Tensor] | None = None
     if dist.get_rank(group) == 0:

@@ -391,7 +391,7 @@ class Run:
             warmup_steps=0.03,  # below 1: a share of the steps
             weight_decay=0.0,
             logging_steps=1,
-            logging_nan_inf_filter=False,
+            logging_nan_inf_filter=False,  # `Show` ends a run whose loss is not finite
             save_steps=options.save_every,
             save_only_model=True,
             seed=options.seed,

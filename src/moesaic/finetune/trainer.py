@@ -164,7 +164,7 @@ class Keep(transformers.TrainerCallback):
 
 def _distribute_like(parameter: DTensor, values: dict[str, Any]) -> None:
     """Make an optimizer's state of a parameter DTensors like the parameter: of the tensors in it,
-    which are this rank's parts. Numbers stay."""
+    which are this rank's parts. Numbers, (), stay."""
     for name, value in values.items():
         if value.dim():
             local = value.to(parameter.device)

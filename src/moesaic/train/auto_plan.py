@@ -84,8 +84,9 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
 
 
 def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Say whether another split of the ranks would spare a slow link, if tokens of a run without a
-    plan or a cluster of its own cross one. All ranks call it together."""
+    """Say whether another split of the ranks would spare a slow link, if tokens of a run on CPUs
+    cross one and `planner.plan` is empty: `with_planned`, which comes before, leaves only `auto`
+    in it. All ranks call it together."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     mesh = config.mesh
@@ -105,12 +106,15 @@ def _fits(config: TrainConfig, world: int) -> bool:
     mesh = config.mesh
     if world % mesh.tp or world % (mesh.ep * mesh.etp):
         return False
-    return config.batch_size % (world // mesh.tp) == 0
+    num_groups = world // mesh.tp  # data-parallel ones
+    return config.batch_size % num_groups == 0
 
 
 def _has_own_plan(config: TrainConfig) -> bool:
-    """Return whether the configuration has fields that a search finds."""
+    """Return whether the configuration sets fields that a search finds, or that it predicts
+    without."""
     mesh = config.mesh
+    # `layer_plan` also has replication and the memory budget, which a search predicts without
     return (mesh.tp, mesh.ep, mesh.etp, config.layer_plan) != (1, 1, 1, Plan())
 
 
@@ -182,6 +186,7 @@ def _can_have_stages(config: TrainConfig) -> bool:
 
 def _can_fly(config: TrainConfig) -> bool:
     """Return whether two micro-batches of a configuration may be in flight."""
+    # recording and replaying set a router for one micro-batch at a time
     records = config.record_routing != "none" or bool(config.replay_routing)
     return config.accumulation > 1 and not records
 

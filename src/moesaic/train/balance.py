@@ -115,7 +115,7 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
     """Make a model's samples move between its MoE layers in training, as `balance.samples`
     configures."""
-    if isinstance(model, MovingGPT):
+    if isinstance(model, MovingGPT):  # made so if samples are to move (`make_decoder`)
         options = PlacerOptions(rates=costs_in(config, mesh.grid))
         model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
 
@@ -262,7 +262,8 @@ class DecisionMeter:
         for decisions_of_layer in decisions:
             for decision in decisions_of_layer:
                 deciding_seconds += decision.decision_seconds
-        row_bytes = 2 * self._layers[0].dim * self._element_bytes  # there and back
+        # of a row in the forward pass, and of its gradient in the backward pass
+        row_bytes = 2 * self._layers[0].dim * self._element_bytes
         layers = []
         for decisions_of_layer, moves_of_layer in zip(decisions, moves):
             sample_metrics = _mean_sample_metrics(moves_of_layer, row_bytes)
@@ -310,7 +311,7 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
 
 def _sample_metrics(move: SampleMove) -> dict[str, float]:
     """Return how many samples moved, and how many more (or fewer) rows cross links inside nodes and
-    between them because of it, once in each direction."""
+    between them because of it in the forward pass; in the backward pass as many gradients do."""
     stay, moved = move.volumes()
     return {
         "samples_moved": move.before.moved(move.after),
@@ -325,7 +326,7 @@ def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> d
 
     Args:
         moves: what `_sample_metrics` returned for each pass.
-        row_bytes: bytes of a row, there and back.
+        row_bytes: bytes of a row and of its gradient.
     """
     if not moves:
         return {}

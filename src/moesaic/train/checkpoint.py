@@ -187,7 +187,7 @@ def _run_into(future: Future[dict[str, str]], work: Callable[[], dict[str, str]]
     """Run `work`, and store its result or exception in `future`."""
     try:
         future.set_result(work())
-    except BaseException as error:
+    except BaseException as error:  # of any kind: whoever asks for the result would wait for ever
         future.set_exception(error)
 
 
@@ -254,8 +254,8 @@ def save_checkpoint(
 
 
 def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
-    """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all
-    files to disk."""
+    """Write the texts of a checkpoint whose tensors are written, then the checksums of all its
+    files, of which `sums` has those of the tensors; flush all files to disk."""
     for name, text in texts.items():
         write(unfinished / name, text)
         sums[name] = checksum(unfinished / name)
@@ -319,7 +319,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
 
 
 def identity(checkpoint: Checkpoint) -> str:
-    """Return a checksum of all that a checkpoint holds."""
+    """Return a checksum of all that a checkpoint holds: that of its list of checksums."""
     return checksum(checkpoint.folder / SUMS, at_most=MOST_TEXT)
 
 
@@ -444,7 +444,7 @@ unless listed here."""
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state as a dict from `<parameter>.<state>` to tensor."""
-    return {
+    return {  # a state that is a plain number, as a count of steps may be, becomes a tensor
         f"{name}.{key}": torch.as_tensor(value).contiguous()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
@@ -496,6 +496,7 @@ def _listed_sums(path: Path) -> dict[str, str]:
     sums = {}
     for line in read_text(path / SUMS).splitlines():
         value, _, name = line.partition("  ")
+        # any other name could lead out of the folder, to a file that would then be read
         if not CHECKPOINTS.is_own(name):
             raise DamagedError(f"{SUMS} lists {name!r:.100}, which no checkpoint has")
         sums[name] = value

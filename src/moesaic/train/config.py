@@ -631,4 +631,5 @@ class TrainConfig:
         if model.ffn == "dense":
             return tokens, model.dim, model.active_hidden
         copies_per_expert = tokens * model.moe.top_k // model.moe.num_experts
-        return max(1, copies_per_expert), model.dim, model.moe.hidden
+        rows = max(1, copies_per_expert)  # the matmul is timed, and needs a row
+        return rows, model.dim, model.moe.hidden

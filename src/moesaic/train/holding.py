@@ -128,4 +128,5 @@ def _memory(mesh: Mesh) -> float:
     """Return the bytes of this rank's memory: its GPU's, or its share of the machine's."""
     if mesh.device.type == "cuda":
         return float(torch.cuda.get_device_properties(mesh.device).total_memory)
-    return memory_gib(mesh.grid.ranks_per_node or mesh.grid.world) * 2**30
+    ranks_of_machine = mesh.grid.ranks_per_node or mesh.grid.world
+    return memory_gib(ranks_of_machine) * 2**30

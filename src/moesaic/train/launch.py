@@ -333,7 +333,8 @@ def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
 
 
 def _end_when_parent_is_gone(parent: int) -> None:
-    """Ask this process to save and end once its parent process is gone."""
+    """Wait until the parent process is gone, then ask this one to save and end by the signal that
+    the parent would have sent."""
     while os.getppid() == parent:
         time.sleep(1)
     print(
@@ -384,6 +385,7 @@ def _refuse_other_launchers() -> None:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, which may have many."""
     lines = str(error).splitlines()
     first = lines[0] if lines else ""
     return f"{type(error).__name__}: {first:.200}"
@@ -421,8 +423,8 @@ class Roll:
         """Process and host of the ranks that were looked up, as `process_name` has them."""
 
     def sign(self) -> None:
-        """Write this rank's process and host into the store, and look up rank 0, which may keep
-        it."""
+        """Write this rank's process and host into the store, and keep those of rank 0: if it keeps
+        the store, they cannot be asked for once it is dead."""
         self.store.set(f"roll/process/{self.rank}", process_name())
         self._process(0)
 
@@ -468,8 +470,9 @@ class Roll:
         return {0: self.fate(0)} if self._is_lost else dead
 
     def fail(self) -> int:
-        """Note that this rank fails, and asks the store no more; return how many have failed."""
+        """Note in the store that this rank fails; return how many have failed."""
         number = self.store.add("roll/failures", 1)  # the counter's new value
+        # it asks the store no more, so `outlast` of rank 0 need not wait for it
         self.store.set(f"roll/left/{self.rank}", "1")  # an empty entry reads as none
         return number
 
@@ -482,6 +485,7 @@ class Roll:
         present = set(range(1, self.world))
         while present and time.monotonic() < until:
             for rank in list(present):
+                # one without a process never signed the roll
                 has_left = self._entry("left", rank) or not self._process(rank)
                 if has_left or self.fate(rank).startswith(GONE):
                     present.remove(rank)
@@ -521,8 +525,8 @@ class Roll:
 
 
 def is_of_lost_message(error: BaseException | None) -> TypeGuard[Exception]:
-    """Return whether an error says that a message did not come, or was raised because of one: ranks
-    that wait in different places may do so since another one is dead."""
+    """Return whether an error says that a message did not come (RuntimeError), or is an InputError
+    because of such a one: both may come of the death of another rank."""
     return isinstance(error, RuntimeError) or (
         isinstance(error, InputError) and isinstance(error.__cause__, RuntimeError)
     )
@@ -587,7 +591,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
 
     def end(number: int, frame: FrameType | None) -> None:
         """End the run on a signal, and say which ranks died before it."""
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the question below
         dead: dict[int, str] = {}
         with suppress(ConnectionError):
             dead = ask_store(roll.dead, ANSWER_SECONDS)

@@ -297,8 +297,9 @@ class Trainer:
         return step % every == 0 or step == self.config.steps
 
     def _step_and_log(self, progress: TrainingProgress) -> None:
-        """Take one optimizer step; log it and show it if it is due."""
-        values = self._step()
+        """Take one optimizer step, and show how many are done; if its values are due, log and show
+        them too."""
+        values = self._step()  # empty if they are not due
         step = self.state.step
         if values:
             values |= self._interval()
@@ -345,6 +346,7 @@ class Trainer:
         }
 
     def _gradient_norm(self) -> Tensor:
+        """Return the norm of the full model's gradient, (), the same on all ranks."""
         if isinstance(self.model, PipelinedGPT):
             assert self.ranks.mesh is not None
             return self.model.gradient_norm(self.ranks.mesh)
@@ -540,6 +542,8 @@ class Trainer:
         )
 
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
+        """Return the error that ends the run: what is `wrong`, where that began ("" if it is not
+        known), and what to do."""
         where = ": ".join(filter(None, (wrong, origin)))
         remedy = "lower --optimizer.lr, or raise --optimizer.warmup-steps"
         return TrainingError(f"{where}; {self.state.newest_checkpoint()}: {remedy}")

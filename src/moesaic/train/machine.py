@@ -85,4 +85,5 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Return the autocast context of a forward pass in `dtype`; float32 and float64 turn autocast
     off."""
     on = dtype not in (torch.float32, torch.float64)
-    return torch.autocast(device.type, dtype if on else torch.bfloat16, enabled=on)
+    autocast_dtype = dtype if on else torch.bfloat16  # not used while it is off
+    return torch.autocast(device.type, autocast_dtype, enabled=on)

@@ -367,6 +367,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN
     at some place."""
     is_same = (one == other) | (one.isnan() & other.isnan())
+    # infinities stay, which `nan_to_num` would replace by a large number
     distance = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return float(distance.masked_fill(is_same, 0.0).max())
 

@@ -56,7 +56,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     decay to `final_share` of the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    # progress of the decay, from 0 at the peak to 1 at the last step
+    # progress of the decay, from 0 at the peak to 1 at the last step; nothing may be left to decay
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
     if config.schedule == "wsd":
         # from 0 to 1 over the last `DECAY_SHARE` of the steps; below 0 while the rate is stable

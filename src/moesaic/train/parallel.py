@@ -230,6 +230,8 @@ def _gather_positions(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -
 
 
 def _split_positions(mesh: DeviceMesh, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    """Return a module's output with this rank's positions alone, as a forward hook; of several
+    outputs only the first is split."""
     if isinstance(output, tuple):
         return (move(output[0], mesh, Replicate(), Shard(1)), *output[1:])
     return move(output, mesh, Replicate(), Shard(1))

@@ -50,7 +50,7 @@ class TrainingProgress:
         status as a line."""
         if status is not None and not self.console.is_terminal:
             self.say(f"{self._label}: step {step}, {status}")
-        if status is None:
+        if status is None:  # the one that the bar shows stays
             self._progress.update(self._task, completed=step)
         else:
             self._progress.update(self._task, completed=step, status=status)

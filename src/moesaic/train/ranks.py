@@ -216,6 +216,7 @@ class Ranks:
                 raise InputError(f"{what} differs between rank 0 and rank {rank}: {advice}")
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        """Return a tensor reduced over all ranks, in a copy: the ranks' own ones stay."""
         result = tensor.detach().clone()
         dist.all_reduce(result, op=operation)
         return result

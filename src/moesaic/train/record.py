@@ -219,6 +219,7 @@ class _Recorder:
         # there is a table for each step and micro-batch
         num_steps = len(self._tables) // self._shape.accumulation
         fitting_steps = SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)
+        # a step that does not fit by itself has a segment of its own
         return num_steps >= max(1, min(SEGMENT_STEPS, fitting_steps))
 
     @contextmanager

@@ -194,6 +194,7 @@ class RunFolder:
         if self._lock is None:
             return
         with suppress(OSError):
+            # if the folder was moved away, the file of this name may be another process's
             if _has_name(self._lock, self.path / LOCK):
                 (self.path / LOCK).unlink()
         self._lock.close()
@@ -303,6 +304,7 @@ def _read_owner(text: str) -> dict[str, Any] | None:
     if not isinstance(owner, dict) or owner.keys() != {"process", "host", "started"}:
         return None
     process = owner["process"]
+    # `os.kill` would take 0 or less for a group of processes, and no larger number
     is_process_id = isinstance(process, int) and 0 < process < 2**31
     return owner if is_process_id else None
 

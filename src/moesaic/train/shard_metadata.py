@@ -65,7 +65,7 @@ class ShardReader(IndexReader):
         if self._has_index:
             return super().read_metadata(*args, **kwargs)
         metadata = read_list(read_bytes(self._pickled, at_most=MOST_LIST), str(self._pickled))
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)  # as torch's reader does
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -250,7 +250,7 @@ def _storage_info(record: Any) -> _StorageInfo:
     name = _typed(fields["relative_path"], str)
     if PurePosixPath(name).name != name or "\\" in name:
         raise ValueError(f"it names {name}, which is not a file in its folder")
-    if fields.get("transform_descriptors"):
+    if fields.get("transform_descriptors"):  # such as compressed
         raise ValueError(f"{name} is transformed")
     return _StorageInfo(name, _typed(fields["offset"], int), _typed(fields["length"], int))
 
@@ -264,6 +264,8 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 
 
 def _torch_size(record: Any) -> torch.Size:
+    """Return torch's size, from the record that the pickle gave: its one argument has the
+    numbers."""
     if type(record).__name__ != "Size":
         raise TypeError(f"it holds {type(record).__name__} instead of a size")
     (sizes,) = record.arguments

@@ -565,7 +565,7 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
 
 
@@ -579,7 +579,8 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 
 def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Restore the generator states that `rng_state` returned."""
+    """Restore the generator states that `rng_state` returned; a GPU's are passed over by a run that
+    goes on without one."""
     for kind, text in checkpoint.extra["rng"].items():
         state = _generator_state(text)
         if kind == "cpu":

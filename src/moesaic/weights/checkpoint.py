@@ -141,9 +141,10 @@ def _add_region(hasher: Any, tensor: Readable, region: tuple[range, ...]) -> Non
     """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer."""
     hasher.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
+        # a piece counts from the start of the region
         in_tensor = tuple(
-            range(whole.start + dim.start, whole.start + dim.stop)
-            for whole, dim in zip(region, piece)
+            range(of_region.start + dim.start, of_region.start + dim.stop)
+            for of_region, dim in zip(region, piece)
         )
         hasher.update(tensor.read(in_tensor).data)
 

@@ -122,6 +122,7 @@ def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> Non
     """Write a receipt, and for the hub a model card."""
     if receipt["target"]["format"] == "hf":
         write(target / CARD, card(receipt["model"], receipt, card_before))
+    # last, since a folder with a receipt holds a conversion that is finished
     write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
 
 

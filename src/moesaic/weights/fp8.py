@@ -144,7 +144,8 @@ class Fp8:
                 )
         # No block was configured, or only that of some weights: the shapes must tell.
         if math.prod(grid) == 1:
-            return tuple(max(size, 1) for size in shape)  # one scale for the whole weight
+            # one scale for the whole weight; an empty dimension has no block, and 1 divides it
+            return tuple(max(size, 1) for size in shape)
 
         aligned = self._aligned(shape, grid)
         if aligned is None:

@@ -159,6 +159,7 @@ class Moesaic(AbstractFormat):
         return f"model.{stored}" if state is None else f"optimizer.{stored}.{state}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
+        """Yield each tensor of transformers as it is in memory."""
         for tensor, shape in model.shapes.items():
             yield StoredBlock(
                 tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)

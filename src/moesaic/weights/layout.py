@@ -58,7 +58,7 @@ class Computed:
     make: Callable[[Region], torch.Tensor]
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements in a region; the same in every call."""
+        """Return the elements in a region, as integers of the same size; the same in every call."""
         as_integers = getattr(torch, f"int{8 * self.dtype.itemsize}")
         return self.make(at).contiguous().view(as_integers).numpy()
 
@@ -183,7 +183,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
         split += 1
     inner = full_region(shape[split + 1 :])
     row_bytes = math.prod(shape[split + 1 :]) * itemsize
-    rows_at_once = max(1, BUFFER // max(1, row_bytes))
+    rows_at_once = max(1, BUFFER // max(1, row_bytes))  # an empty tensor's rows have 0 bytes
     for outer in np.ndindex(*shape[:split]):
         outer_dims = [range(index, index + 1) for index in outer]
         for start in range(0, shape[split], rows_at_once):
@@ -308,6 +308,7 @@ class GatheredTensor:
     def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
         names: dict[str, None] = {}  # a set that keeps the order
+        # blocks of `by_tensor` are flipped: their `tensor` is the stored one
         for _, own_part in self.layout.by_stored.cuts(self.name, full_region(self.shape)):
             for block, _ in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
                 names[block.tensor] = None
@@ -357,7 +358,8 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         if isinstance(place, int):
             index.append(dim.index(place))
             continue
-        # positions in the array are evenly spaced, as the indices in `place` are
+        # positions in the array are evenly spaced, as the indices in `place` are; a single one has
+        # no step, for which 1 stands
         first = dim.index(place[0])
         last = dim.index(place[-1])
         num_steps = max(1, len(place) - 1)

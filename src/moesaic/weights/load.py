@@ -165,6 +165,8 @@ class OneByOne:
         return self.weight.get_shape()
 
     def __getitem__(self, at: Any) -> OneByOne:
+        """Return the weight with the experts that the first slice of a tuple selects, of which the
+        other slices are whole; all experts for `...`."""
         return self if at is Ellipsis else replace(self, own=self.own[at[0]])
 
     def to(self, device: Any = None, **_: Any) -> OneByOne:
@@ -175,6 +177,8 @@ class OneByOne:
         return len(self.own)
 
     def __iter__(self) -> Iterator[Tensor]:
+        """Yield the matrices of the experts, (out, in) or transposed, each read as it is asked
+        for."""
         rest = [slice(None)] * (len(self.get_shape()) - 1)
         for expert in self.own:
             one = self.weight[(slice(expert, expert + 1), *rest)]

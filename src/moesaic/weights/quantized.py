@@ -205,6 +205,7 @@ def _table(path: Path) -> dict[str, Any]:
         table = json.loads(read_text(path)) if path.exists() else {}
     except (OSError, ValueError, RecursionError):
         table = None
+    # `quantization` refuses a quantization_config that is text
     return table if isinstance(table, dict) else {"quantization_config": "damaged"}
 
 

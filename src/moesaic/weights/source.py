@@ -145,8 +145,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _table(table: dict[str, Any]) -> Any:
-    """Return a table without choices of code, or the number for which it stands where that is
-    infinite."""
+    """Return a table without choices of code, or the number of {"__float__": "Infinity"}, as
+    transformers writes numbers that JSON does not have."""
     if table.keys() == {"__float__"}:
         return float(table["__float__"])
     return _choiceless(table)
@@ -222,14 +222,15 @@ def read_tokenizer(folder: Path, name: str) -> Any:
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer, with all its chat templates in files of the folder itself."""
-    is_one = not isinstance(tokenizer.chat_template, dict)
-    tokenizer.save_pretrained(folder, save_jinja_files=is_one)
+    # several templates would get a folder of their own, so they go into tokenizer_config.json
+    has_one_template = not isinstance(tokenizer.chat_template, dict)
+    tokenizer.save_pretrained(folder, save_jinja_files=has_one_template)
 
 
 def write_companions(files: Mapping[str, bytes], folder: Path) -> None:
     """Write the files of `companions` into a folder of ours."""
     for name, data in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True)  # templates may be in a folder of their own
         write(folder / name, data)
 
 
