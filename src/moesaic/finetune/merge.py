@@ -263,8 +263,8 @@ def _write(folder: Path, of_file: dict[str, Tensor], file_of: dict[str, str]) ->
 def _weights(
     model: Any, own: set[str], dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each of its `own` weights of the model under its plain name; on other ranks than the
-    first of the group, the value may be a part."""
+    """Yield the weights of the model whose plain names are in `own`, by these names, with what
+    adapters add; on other ranks than the first of the group, the value may be a part."""
     # PEFT's wrappers, by the module and the parameter that they adapt
     wrappers = {}
     for part in model.modules():

@@ -152,7 +152,7 @@ class _Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, or what the next stage gets, (sequences, length, width)."""
-        if self._flies and torch.is_grad_enabled():
+        if self._flies and torch.is_grad_enabled():  # two halves of the sequences in flight
             return torch.cat(both(self._run, x.chunk(2)))
         return self._run(x)
 

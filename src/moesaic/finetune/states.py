@@ -225,6 +225,7 @@ def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[st
         """Return this rank's part of a state of which `values` are the parts; numbers are equal."""
         if not isinstance(values[0], Tensor) or not values[0].dim():
             return values[0]
+        # parts of lora_A follow each other in the rows, those of lora_B in the columns
         experts_dim = 1 if factor == "lora_B" else 0
         joined = torch.cat(values, experts_dim)
         whole = whole_factor(factor, joined, num_experts, len(values))

@@ -292,8 +292,8 @@ def _open_store(rank: int, patience: float) -> Store:
             port,
             is_master=is_kept_here,
             timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
+            wait_for_workers=False,  # `meet` waits for the ranks
+            multi_tenant=True,  # as torch's env:// rendezvous has it
         )
 
     if is_kept_here:

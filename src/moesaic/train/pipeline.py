@@ -232,7 +232,7 @@ class PipelinedGPT(nn.Module):
             group=self._group,
             device=self._zero.device,
             sent=(length, config.model.dim),
-            dtype=self.parts[0].sent or self._zero.dtype,
+            dtype=self.parts[0].sent or self._zero.dtype,  # all parts send alike
         )
         count = config.accumulation
         shape = (config.batch_size // dp, seq_len)  # of a micro-batch's tokens
