@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.train import better_split
+from moesaic.train import better_split, loop
 from moesaic.train.better_split import BYTES, about_slow_link, outside_gbps
 from moesaic.train.config import TrainConfig
 from runs import tiny
@@ -55,3 +56,24 @@ def test_the_rate_is_that_of_all_ranks_of_a_node_together() -> None:
 
     sent = 2 * BYTES / 2
     assert run_ranks(4, rank) == pytest.approx([8e-9 * sent / 1e-3] * 4)
+
+
+@pytest.mark.parametrize(("plan", "is_named"), [("", True), ("search", False), ("p.toml", False)])
+def test_a_run_that_was_planned_is_not_told_to_plan(
+    plan: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[TrainConfig] = []
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyError("enough")
+
+    def planned(config: TrainConfig, say: Any) -> TrainConfig:
+        """Return a configuration as after planning, which empties `planner.plan`."""
+        return replace(config, planner=replace(config.planner, plan=""))
+
+    monkeypatch.setattr(loop, "with_planned", planned)
+    monkeypatch.setattr(loop, "name_better_split", lambda config, say: named.append(config))
+    monkeypatch.setattr(loop, "open_run", stop)
+    with pytest.raises(KeyError, match="enough"):
+        loop.train(tiny(tmp_path, planner={"plan": plan}))
+    assert bool(named) is is_named

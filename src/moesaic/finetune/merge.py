@@ -219,7 +219,8 @@ def _write_files(
             of_file[hub_name] = part.clone()  # safetensors refuses views of one memory
         if sum(each.nbytes for each in of_file.values()) > SHARD_BYTES:
             _write(folder, of_file, file_of)
-    _write(folder, of_file, file_of)
+    if of_file:
+        _write(folder, of_file, file_of)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
     write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 

@@ -85,13 +85,12 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
 
 def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
     """Say whether another split of the ranks would spare a slow link, if tokens of a run on CPUs
-    cross one and `planner.plan` is empty: `with_planned`, which comes before, leaves only `auto`
-    in it. All ranks call it together."""
+    cross one. All ranks call it together."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     mesh = config.mesh
     is_split = max(mesh.ep, mesh.etp, mesh.tp) > 1
-    if world == 1 or not is_split or not on_cpu or config.planner.plan:
+    if world == 1 or not is_split or not on_cpu:
         return
     per_node = ranks_of_a_node(config.mesh.ranks_per_node)
     most_stages = MOST_STAGES if _can_have_stages(config) else 1

@@ -113,10 +113,12 @@ def train(
             console.print(in_one_line(line), highlight=False, markup=False, soft_wrap=True)
 
     with _watch_start(config) as watch, watch.long():
+        is_planned = bool(config.planner.plan)  # which `with_planned` empties
         config = with_planned(config, say)
         check_routing(config)
         candidates = find_candidates(config)
-        name_better_split(config, say)
+        if not is_planned:
+            name_better_split(config, say)
     # samples are numbered by the step that they would have without rollbacks
     next_sample_step: int | None = None
     returns: Counter[int] = Counter()  # rollbacks by the step of their checkpoint
