@@ -23,11 +23,13 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from worlds import preloaded
 
@@ -142,6 +144,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     torch.set_num_threads(1)
     subprocess_handler.Popen = _Rank  # type: ignore[attr-defined]
+    dynamic_rendezvous.get_method_name = _method_name  # type: ignore[attr-defined]
     code = 1
     atexit._clear()  # an interpreter of its own ends with what this command registers
     try:
@@ -166,6 +169,18 @@ def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the name of the function `depth` calls above, as torchrun's own function does.
+
+    That one looks for the source of every caller, eighteen times a start: for callers without one,
+    such as a fork server's, among thousands of modules.
+    """
+    frame: FrameType | None = sys._getframe()
+    for _ in range(depth):
+        frame = frame and frame.f_back
+    return frame.f_code.co_name if frame else "no_method_name"
 
 
 class _Rank:

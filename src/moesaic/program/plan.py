@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.build import SCHEDULES
+from moesaic.program.build import SCHEDULES, ScheduleBuilder
 from moesaic.program.order import ORDERS
 from moesaic.program.task import Program
 
@@ -116,8 +117,8 @@ class StaticPlan:
 
     @property
     def program(self) -> Program:
-        """The forward program that the schedule builds, before any pass."""
-        return SCHEDULES[self.schedule]()
+        """The forward program that the schedule builds, before any pass; it is built once."""
+        return _built(SCHEDULES[self.schedule])
 
     @property
     def crossing(self) -> Crossing:
@@ -180,6 +181,12 @@ class Plan(StaticPlan):
     def replicates(self) -> bool:
         """Whether copies may be computed on other ranks than the homes of their experts."""
         return self.replication != NO_REPLICATION
+
+
+@lru_cache(maxsize=64)
+def _built(schedule: ScheduleBuilder) -> Program:
+    """Return the program of a schedule without the parameters that shards of experts share."""
+    return schedule()
 
 
 def plan_in_words(plan: Plan) -> str:
