@@ -3,7 +3,7 @@ the layer computes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.build import SCHEDULES, ScheduleBuilder
+from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.program.task import Program
 
@@ -118,7 +118,8 @@ class StaticPlan:
     @property
     def program(self) -> Program:
         """The forward program that the schedule builds, before any pass; it is built once."""
-        return _built(SCHEDULES[self.schedule])
+        build: Callable[[], Program] = SCHEDULES[self.schedule]
+        return _built(build)
 
     @property
     def crossing(self) -> Crossing:
@@ -184,7 +185,7 @@ class Plan(StaticPlan):
 
 
 @lru_cache(maxsize=64)
-def _built(schedule: ScheduleBuilder) -> Program:
+def _built(schedule: Callable[[], Program]) -> Program:
     """Return the program of a schedule without the parameters that shards of experts share."""
     return schedule()
 

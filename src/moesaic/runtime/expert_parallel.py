@@ -399,7 +399,7 @@ class ExpertParallel:
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         # Ranks compare what should be equal on all: not DTensors, which FSDP2 has sharded.
-        compared = dict(router.named_parameters("router"))
+        compared: dict[str, Tensor] = dict(router.named_parameters("router"))
         adapted = dict(router.named_buffers("router")) if router.adapts else {}
         self.peers.advice = dict.fromkeys(compared, DRIFTED) | dict.fromkeys(adapted, ADAPTED)
         compared |= adapted
