@@ -305,9 +305,7 @@ class Peers:
         # only the messages of all ranks bring the counts of every rank
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
-        # messages count node tokens too where a plan of this mesh may multicast
-        casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
-        self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
+        self._node_tokens_length = _num_node_tokens(grid)
         """The length of the extras: a count for each chunk, and each node and place of ep."""
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
         """The node tokens that `extras` found, and the choice that they belong to, until
@@ -397,7 +395,8 @@ class Peers:
             for index, batch in enumerate(batches[first : first + self.slices]):
                 if is_same_batch(batch, batches[first]):
                     continue
-                rank, other = self.ranks[first], self.ranks[first + index]
+                rank = self.ranks[first]
+                other = self.ranks[first + index]
                 raise InputError(
                     f"ranks {rank} and {other} of a tensor-parallel group call a layer with "
                     f"different tokens: {words[0]} on rank {rank}, {words[index]} on rank {other}: "
@@ -571,6 +570,12 @@ class Peers:
             f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank "
             "the same plan, and its replication policy the same settings"
         )
+
+
+def _num_node_tokens(grid: Grid) -> int:
+    """Return how many counts of node tokens a message has: some where a plan may multicast."""
+    casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
+    return CHUNKS * sum(grid.cast_levels) if casts else 0
 
 
 def batch_in_numbers(x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None) -> Tensor:

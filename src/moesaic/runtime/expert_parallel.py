@@ -398,14 +398,7 @@ class ExpertParallel:
         self._note_call(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
-        # Ranks compare what should be equal on all: not DTensors, which FSDP2 has sharded.
-        compared: dict[str, Tensor] = dict(router.named_parameters("router"))
-        adapted = dict(router.named_buffers("router")) if router.adapts else {}
-        self.peers.advice = dict.fromkeys(compared, DRIFTED) | dict.fromkeys(adapted, ADAPTED)
-        compared |= adapted
-        self.peers.weights = {
-            name: weight for name, weight in compared.items() if not hasattr(weight, "placements")
-        }
+        self._compare_router(router)
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
             self.peers.batch = self._batch_in_numbers(x_TD, batch.valid_T, batch.token_ids)
@@ -423,6 +416,17 @@ class ExpertParallel:
                 replay=replay,
                 peers=self.peers,
             )
+
+    def _compare_router(self, router: AbstractRouter) -> None:
+        """Let the ranks compare what should be equal on all of a router: its parameters, but for
+        DTensors, which FSDP2 has sharded, and what it adapts to the load."""
+        compared: dict[str, Tensor] = dict(router.named_parameters("router"))
+        adapted = dict(router.named_buffers("router")) if router.adapts else {}
+        self.peers.advice = dict.fromkeys(compared, DRIFTED) | dict.fromkeys(adapted, ADAPTED)
+        compared |= adapted
+        self.peers.weights = {
+            name: weight for name, weight in compared.items() if not hasattr(weight, "placements")
+        }
 
     def _batch_in_numbers(
         self, x_TD: Tensor, valid_T: Tensor | None = None, token_ids: Tensor | None = None

@@ -152,7 +152,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+            self._rank = dist.get_rank()
+            self._world = dist.get_world_size()
             # Use a separate connection, since a connection is locked while it waits for a key. Use
             # the store below the prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
