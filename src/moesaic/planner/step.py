@@ -1095,14 +1095,12 @@ class StepCostModel:
 
     @cached_property
     def link_bound(self) -> float:
-        """Seconds of the busiest link of a step if every token crossed the link once for all
-        experts behind it, or the weights did if they are fewer bytes; or of moving parameters and
-        gradients, if that takes longer."""
-        # in forward passes and one backward; twice, since copies go to the experts and results
-        # come back
-        crossings_per_layer = 2 * (self.forward_passes + 1)
-        crossings = self.model.micro_batches * crossings_per_layer * self.model.moe_layers
-        bounds = [crossings * self._crossing_seconds(link) for link in self._links]
+        """Lower bound on the seconds of a step: those of its busiest link if no pass sent more than
+        it must (`_crossing_seconds`), or of moving parameters and gradients, if these are
+        longer."""
+        passes_per_layer = self.forward_passes + 1  # and one backward
+        passes = self.model.micro_batches * passes_per_layer * self.model.moe_layers
+        bounds = [passes * self._crossing_seconds(link) for link in self._links]
         return max([self.moving_seconds, *bounds])
 
     def floor(self, *, compression: float = 1.0) -> float:
@@ -1132,8 +1130,7 @@ class StepCostModel:
         if self.model.overlapped:
             return 0.0
         slowest = max([0.0, *map(self._crossing_seconds, self._links)])
-        # twice, since copies go to the experts and results come back
-        return 2 * self.model.moe_layers * slowest / compression
+        return self.model.moe_layers * slowest / compression
 
     def _uncovered_moves(self, behind: Literal["forward", "backward"]) -> float:
         """Return the seconds in which parameters and gradients move behind a pass, less those that
@@ -1280,8 +1277,8 @@ class StepCostModel:
         return links
 
     def _crossing_seconds(self, link: Link) -> float:
-        """Return the seconds for which a link is busy in one direction if each token crosses it
-        once, or the experts' weights do, whichever is less."""
+        """Return the seconds for which a pass of an MoE layer keeps a link busy in one direction,
+        at least."""
         layer = self.model.layer
         per_node = self.cluster.devices_per_node
         # Of a link that only carries messages out of a node, what leaves the node is spread evenly
@@ -1293,9 +1290,10 @@ class StepCostModel:
 
 
 def _rows_out_of_run(layer: Workload, grid: Grid, run_devices: int) -> float:
-    """Return the least rows of `dim` that must leave a run of `run_devices` consecutive devices for
-    a layer's experts: each token once for each other run that has one of its experts, or, if these
-    are fewer, those experts' weights. 0 if none need to, or if an expert is in several runs."""
+    """Return the least rows of `dim` that must leave a run of `run_devices` consecutive devices in
+    a pass of a layer: each token once for each other run that has one of its experts, and as many
+    results for the others' tokens; or, if these are fewer, the experts' weights once (backward,
+    their gradients). 0 if none need to, or if an expert is in several runs."""
     num_runs = grid.ep * grid.etp // run_devices  # over which a replica of the experts is spread
     num_own_runs = max(1, grid.tp // run_devices)  # those that have the tokens: of a tp group
     num_other_runs = num_runs - num_own_runs
@@ -1306,7 +1304,7 @@ def _rows_out_of_run(layer: Workload, grid: Grid, run_devices: int) -> float:
     tokens = tokens_per_run * num_other_runs * grid.dp * run_devices / grid.world
     # weights in rows too: a matrix of an expert has `hidden` of them
     weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / num_runs)
-    return min(tokens, weights)
+    return min(2 * tokens, weights)
 
 
 def layer_passes(
