@@ -318,35 +318,6 @@ def test_losses_under_a_gradient_scaler_have_their_weight() -> None:
     torch.testing.assert_close(found[0], plain.router.weight.grad, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_scaler_that_would_divide_the_losses_is_warned_of_once(
-    dtype: torch.dtype,
-) -> None:
-    gc.collect()  # scalers of other tests
-    layer = layer_of().float()
-    model = nn.Sequential(layer, nn.Tanh(), layer_of().float())
-    unused = torch.amp.GradScaler("cpu")
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    off.scale(torch.zeros(()))
-
-    def warned(scaler: torch.amp.GradScaler) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                    loss = model(tokens().float()).float().sum()
-                scaler.scale(loss).backward()
-        return [str(warning.message) for warning in caught]
-
-    assert warned(off) == []
-    model = copy.deepcopy(model)  # which has not looked yet
-    assert warned(torch.amp.GradScaler("cpu")) == [injection.SCALED] * 2, "once for each layer"
-    assert not unused.is_enabled() or unused._scale is None
-    model = copy.deepcopy(model)
-    set_loss_scale(model, 1024.0)
-    assert warned(torch.amp.GradScaler("cpu")) == []
-
-
 # Collected
 
 

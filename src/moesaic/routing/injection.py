@@ -17,8 +17,7 @@ have been cleared. A layer without trainable parameters injects nothing.
 A backward pass through several calls of a layer injects the losses of each with the weight of the
 pass. That is right for a layer that one forward pass calls several times, since each call is a
 layer of the model. It is too much if the caller averages the losses of several forward passes and
-propagates them together: a warning then asks for `set_loss_scale`. So does one where a gradient
-scaler is in use: float16 is refused, since losses are always scaled there.
+propagates them together: a warning then asks for `set_loss_scale`.
 
 An optimizer step is what lies between two changes of the parameters. A share is a further factor on
 the gradient of one loss. Parameters are wrapped if a library such as FSDP2 shows the layer others
@@ -27,7 +26,6 @@ within a backward pass than outside. torch numbers backward passes by graph task
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -118,37 +116,6 @@ BESIDE = (
 """The warning if losses of several forward passes are propagated together."""
 
 
-SCALED = (
-    "moesaic: a GradScaler multiplies the loss, but not the auxiliary losses that MoE layers "
-    "inject, which its step then divides: add collect_losses(model) to your loss before "
-    "scaler.scale, or call set_loss_scale(model, scaler.get_scale() / n) before each backward, n "
-    "the number of micro-batches"
-)
-"""The warning if losses are injected while a gradient scaler is in use."""
-
-
-class _Scalers:
-    """Looks for gradient scalers in use, once for all layers of a backward pass."""
-
-    task = -1
-    """The backward pass of the last look."""
-    found = False
-    """Whether one was in use then."""
-
-    @classmethod
-    def in_use(cls, task: int) -> bool:
-        """Return whether a gradient scaler has scaled a loss in this process; `task` is the
-        present backward pass."""
-        if task != cls.task:
-            cls.task = task
-            cls.found = any(
-                each.is_enabled() and each._scale is not None
-                for each in gc.get_objects()
-                if issubclass(type(each), torch.amp.GradScaler)
-            )
-        return cls.found
-
-
 def _leads(node: Any, target: Any) -> bool:
     """Return whether the backward pass goes from one node of an autograd graph to another."""
     seen = set[Any]()
@@ -193,8 +160,6 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """Whether a watched parameter had a gradient at the end of the last pass."""
         self._has_warned = False
         """Whether the warning `BESIDE` was given."""
-        self._has_looked = False
-        """Whether a gradient scaler was looked for."""
         self._nodes: list[Any] = []
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
@@ -226,10 +191,6 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
-            if not self._has_looked:
-                self._has_looked = True
-                if _Scalers.in_use(task):
-                    warnings.warn(SCALED, stacklevel=2)
         # 0 without trainable parameters, and in passes beyond the number of the previous step
         weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
