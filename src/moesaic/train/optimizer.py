@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.layer import MoE
-from moesaic.models.split import local_part
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.config import OptimizerConfig
 
 DECAY_SHARE = 0.2
 """Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10
 to 20 %)."""
-
-
-class _AdamWOfShards(torch.optim.AdamW):
-    """AdamW that updates this rank's shards of DTensors as plain tensors.
-
-    Each element's update needs no other element. Given DTensors, torch would plan in the first step
-    on a mesh where each of a group's tensors goes, which takes longer than the rest of that step.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fill lists of parameters, gradients and states, in this order, with what `step`
-        updates."""
-        has_complex: bool = super()._init_group(group, *lists)
-        parameters, gradients = lists[:2]
-        gradients[:] = map(_placed_alike, gradients, parameters)
-        for tensors in lists:
-            tensors[:] = map(local_part, tensors)
-        return has_complex
-
-
-def _placed_alike(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient placed on the ranks as its parameter is: it may still be a part of a
-    sum."""
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return gradient
-    if gradient.placements == parameter.placements:
-        return gradient
-    return gradient.redistribute(placements=parameter.placements)
 
 
 def make_optimizer(
@@ -78,7 +48,7 @@ def make_optimizer(
     for (decays, rate, _), parameters in groups.items():
         weight_decay = config.weight_decay if decays else 0.0
         described.append({"params": parameters, "weight_decay": weight_decay, "rate": rate})
-    return _AdamWOfShards(described, lr=config.lr, betas=config.betas, fused=True)
+    return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
