@@ -352,7 +352,7 @@ def test_the_front_page_is_short() -> None:
 
 def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
     text = performance_page.PAGE.read_text(encoding="utf-8")
-    assert len([line for line in text.splitlines() if line and not line.startswith("<!--")]) <= 150
+    assert len([line for line in text.splitlines() if line and not line.startswith("<!--")]) <= 155
     claim = {"name": "x", "value": 2.0, "reason": "", "op": "<=", "target": 1.0, "holds": False}
     result = {"claims": [claim], "date": "today", "machine": {"cpu": "a CPU", "cores": 2}}
     found = performance_page.section(["one"], {"one": result})

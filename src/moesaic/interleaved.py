@@ -1,9 +1,9 @@
 """Two micro-batches in flight: while the messages of one travel, the other computes.
 
-    for losses in in_flight(loss_of, micro_batches):  # two at a time, freed before the next two
+    for losses in in_flight(loss_of, micro_batches):  # of two at a time
         (torch.stack(losses).sum() / len(micro_batches)).backward()
 
-Each micro-batch runs in a greenlet of the caller's thread. It hands its turn over where a MoE layer
+Both are freed before the next two start. Each micro-batch runs in a greenlet of the caller's thread. It hands its turn over where a MoE layer
 on a mesh has issued messages and would wait for them (`runtime/paused_calls.py`), so the model's
 code stays as it is. The backward passes of the two interleave by themselves, if one `backward` runs
 both. Where a turn is handed over depends on the programs of the layers alone, so all ranks issue

@@ -26,7 +26,14 @@ OF_TORCHRUN = {
     "standalone",
 }
 OF_PIP = {"force-reinstall", "no-deps"}
-OF_MEGATRON = {"moe-enable-deepep", "moe-routing-trace-path", "moe-token-dispatcher-type"}
+OF_OTHERS = {
+    "global-batch-size",
+    "moe-enable-deepep",
+    "moe-routing-trace-path",
+    "moe-token-dispatcher-type",
+    "training.global-batch-size",
+}
+"""Of Megatron and torchtitan."""
 EARLIER = {"adapter-rank", "emit", "explain", "finetune"}
 """Flags of earlier versions, which are answered with the new ones."""
 OF_LABORATORY = {"ffn"}
@@ -53,14 +60,7 @@ def named() -> dict[str, str]:
 
 def test_every_flag_that_a_text_names_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     known = (
-        {"version"}
-        | OF_TORCHRUN
-        | OF_PIP
-        | OF_MEGATRON
-        | EARLIER
-        | OF_LABORATORY
-        | EXAMPLES
-        | GROUPS
+        {"version"} | OF_TORCHRUN | OF_PIP | OF_OTHERS | EARLIER | OF_LABORATORY | EXAMPLES | GROUPS
     )
     for words in [(), *((command,) for command in COMMANDS), *SUBCOMMANDS]:
         for help_flag in ("--help", "--help-all"):

@@ -4,11 +4,10 @@ added to the task's loss.
 Injection needs no code of the caller: `y` carries the gradient of the loss. The loss need not be
 returned through blocks, pipeline stages or compiled graphs, and can be neither forgotten nor added
 twice, the two commonest bugs of auxiliary losses. But injection cannot see by what factor the
-caller multiplies the task's loss. A loss that is not collected has the weight
-
-    that `set_loss_scale` set last, once it has been called; otherwise
-    1/n in each of the first n backward passes of an optimizer step, and 0 in later ones, where n is
-    the number of backward passes of the previous step, and 1 in the first step.
+caller multiplies the task's loss. A loss that is not collected has the weight that
+`set_loss_scale` set last, once it has been called. Otherwise it has 1/n in each of the first n
+backward passes of an optimizer step, and 0 in later ones, where n is the number of backward passes
+of the previous step, and 1 in the first step.
 
 The weights of one step therefore never add up to more than 1. A backward pass belongs to a new step
 if a trainable parameter of the layer has changed since the previous pass, or if existing gradients
