@@ -87,8 +87,8 @@ def test_scratch_is_what_a_kernel_allocates_beside_its_results(
 @pytest.mark.parametrize(
     ("rows", "dim", "units", "ups", "orders"),
     pairwise(
-        # one block, several of equal and of unequal size, a block of two experts' rows
-        ((256, 256), (16384,), (5000, 3000), (17000,), (7, 0, 1200)),
+        # of one block, and of several, of which the last is large or small
+        ((256, 256), (5000, 3000), (17000,), (30000,), (7, 0, 1200)),
         (33, 64),
         (7, 65, 256),
         (1, 2),

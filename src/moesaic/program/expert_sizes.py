@@ -168,8 +168,9 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if call.phase == "summing":
         return [(for_sums, max(down, up))]
     if call.weights_late:
-        weighted = (_late_buffers(call), max(down, up))
-        return [*_moments_before_weights(call, limit), weighted]
+        # all buffers are there at up's products, and in later blocks at down's too
+        at_products = (_late_buffers(call), max(down, up))
+        return [*_moments_before_weights(call, limit), at_products]
     # the weighted gradients; then what sums read, and the rows' gradients before their places
     return [(1, down), (for_sums + placed, up)]
 
