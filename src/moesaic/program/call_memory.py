@@ -54,7 +54,8 @@ class _Scratch(NamedTuple):
     shards: int
     """How many shards of the hidden width the task computes."""
     gathers_x: bool
-    """This and the next two are those of `KernelCall`."""
+    """This and the next three are those of `KernelCall`."""
+    gathers_dy: bool
     places_x: bool
     phase: Phase
 
@@ -181,6 +182,7 @@ class HeldBytes:
                 tuple(rows.astype(np.int64).tolist()),
                 term.shards,
                 gathers_x=term.gathers_x,
+                gathers_dy=term.gathers_dy,
                 places_x=term.places_x,
                 phase=term.phase,
             )
@@ -255,10 +257,20 @@ class _Walk:
 
     def scratch_of_experts(self, task: Task, phase: Phase) -> Bytes:
         """Return the scratch memory of an expert task."""
-        # A gradient task reads the cotangent of the results first, then the rows.
-        x = task.reads[1] if task.op is Op.EXPERT_GRAD else task.reads[0]
+        x = task.reads[0]
+        gathers_dy = False
+        if task.op is Op.EXPERT_GRAD:  # reads the cotangent of the results first, then the rows
+            gathers_dy, _ = self._order_of(task.reads[0])
+            x = task.reads[1]
         gathers_x, places_x = self._order_of(x)
-        scratch = _Scratch(self.slots[x].layout, self._shards(task), gathers_x, places_x, phase)
+        scratch = _Scratch(
+            self.slots[x].layout,
+            self._shards(task),
+            gathers_x=gathers_x,
+            gathers_dy=gathers_dy,
+            places_x=places_x,
+            phase=phase,
+        )
         return self._bytes_of(scratch, 1)  # alive once; `_term_rows` gives its bytes
 
     def _order_of(self, name: str) -> tuple[bool, bool]:

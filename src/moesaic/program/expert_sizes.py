@@ -53,6 +53,9 @@ class KernelCall:
     element_bytes: int
     gathers_x: bool
     """The input rows lie in another order than the experts'."""
+    gathers_dy: bool
+    """The gradients of the results lie in another order than the experts'; ignored in the forward
+    pass."""
     places_x: bool
     """The gradients of the input rows, and in the forward pass the results, are written in another
     order than the experts'."""
@@ -79,19 +82,25 @@ def block_limit(row_bytes: int) -> int:
     return max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
 
 
-def most_block_rows(rows: Sequence[int], limit: int) -> int:
-    """Return the rows of the largest block if experts' rows, in order, are cut into blocks of at
-    most `limit` rows."""
-    largest = 0
-    in_block = 0
+def block_sizes(rows: Sequence[int], limit: int) -> list[int]:
+    """Return the rows of each block if experts' rows, in order, are cut into blocks of at most
+    `limit` rows."""
+    sizes: list[int] = []
+    in_block = limit  # as if a full block came before the first
     for count in rows:
         for start in range(0, int(count), limit):
             size = min(limit, int(count) - start)
             if in_block + size > limit:  # a new block
                 in_block = 0
+                sizes.append(0)
             in_block += size
-            largest = max(largest, in_block)
-    return largest
+            sizes[-1] = in_block
+    return sizes
+
+
+def most_block_rows(rows: Sequence[int], limit: int) -> int:
+    """Return the rows of the largest of these blocks; 0 if there are none."""
+    return max(block_sizes(rows, limit), default=0)
 
 
 def missing_rows(num_rows: int) -> int:
@@ -158,17 +167,37 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     up = _copied_bytes(call, limit, (call.matrices - 1) * call.units, call.dim)
     if call.phase == "summing":
         return [(for_sums, max(down, up))]
-    if not call.weights_late:
-        # the weighted gradients; then what sums read, and the rows' gradients before their places
-        return [(1, down), (for_sums + placed, up)]
-    # Gradients are weighted after the dot products, into one more buffer. The dot products copy
-    # both factors to float32, as is their product: three times 4 bytes for every hidden unit, and
-    # for four single numbers of a row.
-    dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
-    # of the first block, the gathered gradients, not yet weighted; where none are gathered, at most
-    # the two buffers that the block before has left: weighted gradients, and gathered rows
-    buffers_at_dots = 1 if call.places_x else 2
-    return [(buffers_at_dots, dots), (2, down), (for_sums + 1 + placed, up)]
+    if call.weights_late:
+        # all buffers are there at up's products, and in later blocks at down's too
+        at_products = (_late_buffers(call), max(down, up))
+        return [*_moments_before_weights(call, limit), at_products]
+    # the weighted gradients; then what sums read, and the rows' gradients before their places
+    return [(1, down), (for_sums + placed, up)]
+
+
+def _late_buffers(call: KernelCall) -> int:
+    """Return how many buffers of (block's rows, dim) a backward pass has from its first block's end
+    on if it applies weights late: one for the weighted gradients of the results, and one for each
+    kind of rows in another order."""
+    return 1 + int(call.gathers_dy) + int(call.gathers_x) + int(call.places_x)
+
+
+def _moments_before_weights(call: KernelCall, limit: int) -> list[Moment]:
+    """Return the moments of the dot products that come before weights are applied, of the first
+    block and of the largest later one.
+
+    Args:
+        limit: the most rows of a block.
+    """
+    first, *later = block_sizes(call.rows, limit) or [0]
+    # both factors as float32, and their product
+    dot_bytes = 3 * 4 * call.units
+    # Buffers are allocated at their first use and then kept. The first block has used that of the
+    # gathered gradients of the results alone; for a later block, all are there.
+    return [
+        (int(call.gathers_dy), first * dot_bytes),
+        (_late_buffers(call), max(later, default=0) * dot_bytes),
+    ]
 
 
 def _copied_bytes(call: KernelCall, limit: int, first: int, second: int) -> int:
@@ -305,14 +334,21 @@ class ExpertSizes:
         )
 
     def scratch(
-        self, rows: Sequence[int], shards: int, *, gathers_x: bool, places_x: bool, phase: Phase
+        self,
+        rows: Sequence[int],
+        shards: int,
+        *,
+        gathers_x: bool,
+        gathers_dy: bool,
+        places_x: bool,
+        phase: Phase,
     ) -> int:
         """Return the temporary bytes of an expert task.
 
         Args:
             rows: rows of each expert.
             shards: shards of the hidden width that the task computes.
-            gathers_x, places_x, phase: as in `KernelCall`.
+            gathers_x, gathers_dy, places_x, phase: as in `KernelCall`.
         """
         if not self.kernel:
             numbers = self.forward if phase == "forward" else self.backward
@@ -324,6 +360,7 @@ class ExpertSizes:
             matrices=self.matrices,
             element_bytes=self.element_bytes,
             gathers_x=gathers_x,
+            gathers_dy=gathers_dy,
             places_x=places_x,
             phase=phase,
             converts=self.converts,
