@@ -3,12 +3,13 @@
     for losses in in_flight(loss_of, micro_batches):  # of two at a time
         (torch.stack(losses).sum() / len(micro_batches)).backward()
 
-Both are freed before the next two start. Each micro-batch runs in a greenlet of the caller's thread. It hands its turn over where a MoE layer
-on a mesh has issued messages and would wait for them (`runtime/paused_calls.py`), so the model's
-code stays as it is. The backward passes of the two interleave by themselves, if one `backward` runs
-both. Where a turn is handed over depends on the programs of the layers alone, so all ranks issue
-their messages in one order. A *number* is a micro-batch's index in the step. References to losses
-and batches are deleted early (`del`), since they keep a whole graph in memory.
+Both are freed before the next two start. Each micro-batch runs in a greenlet of the caller's
+thread. It hands its turn over where a MoE layer on a mesh has issued messages and would wait for
+them (`runtime/paused_calls.py`), so the model's code stays as it is. The backward passes of the two
+interleave by themselves, if one `backward` runs both. Where a turn is handed over depends on the
+programs of the layers alone, so all ranks issue their messages in one order. A *number* is a
+micro-batch's index in the step. References to losses and batches are deleted early (`del`), since
+they keep a whole graph in memory.
 """
 
 from __future__ import annotations
