@@ -217,7 +217,8 @@ def summary(values: list[float], best: list[float]) -> dict[str, float]:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the figures that the documentation quotes."""
+    """Return the figures that the documentation quotes: worst gaps, and means of `two_stage` on
+    slow links inside nodes and of `experts.mean`."""
 
     def figure(name: str, key: str, **where: str) -> Claim:
         return claimed(

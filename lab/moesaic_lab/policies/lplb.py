@@ -51,8 +51,9 @@ class LPLB(AbstractReplicaPolicy):
 
 
 def torus(nodes: np.ndarray) -> list[np.ndarray]:
-    """Return the places of which each place holds redundant experts: its neighbours in the node,
-    and the places on the next node, (ep,) int64 each.
+    """Return two arrays, (ep,) int64 each, of the places of which each place holds redundant
+    experts: the place before it in its node, and the place at the same position of the next node;
+    itself where there is no other.
 
     Args:
         nodes: (ep,), the node of each place.

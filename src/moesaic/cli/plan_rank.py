@@ -175,13 +175,14 @@ def _fewer(job: Job, cluster: ClusterSpec, options: PlanOptions, seconds: float)
 def _print_without_layout(
     error: TooLargeError, cluster: ClusterSpec, options: PlanOptions, flags: str | None
 ) -> int:
-    """Print what is known if no layout of the search fits the memory; returns the exit code.
+    """Say what is known if no layout of the search fits the memory: single changes that make one
+    fit, the best layout of Megatron, and the layout of `flags`.
 
-    Prints single changes that make a layout fit, the best layout of Megatron, and the layout of
-    `flags`.
+    With `flags` their layout was asked for, so the answer is printed and the exit code is 0.
 
     Raises:
-        InputError: if there are no `flags`. The message is one line.
+        InputError: if there are no `flags`: then that nothing fits is the run's error. The message
+            is one line.
     """
 
     def on_devices(count: int) -> tuple[Job, ClusterSpec]:
@@ -203,7 +204,8 @@ def _print_without_layout(
 def _lines(
     job: Job, simulator: Simulator, result: Result, options: PlanOptions, flags: str | None
 ) -> list[str]:
-    """Return the answer in words; `--verbose`, `--json` and `--page` have further lines."""
+    """Return the answer in words; `--verbose`, `--json` and `--page` have further lines, the last
+    of which is that of `what_was_measured`."""
     cluster = simulator.cluster
     lines = list(
         answer(

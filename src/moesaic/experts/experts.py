@@ -700,7 +700,8 @@ class StackedExperts(AbstractExperts):
         return sharded[1].shape[2]
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
-        """See `ExpertSizes.stacked`."""
+        """Return the sizes from which the memory of a call is computed, by the kernel that runs;
+        `dtype` is that of the products."""
         matrices = len(self.ups) + 1
         return ExpertSizes.stacked(
             self.dim,
@@ -710,7 +711,8 @@ class StackedExperts(AbstractExperts):
             bias=self.bias,
             kernel=kind_of(sharded[0].device),
             converts=converts(dtype),
-            # float16 weights may be too small to divide a product by, see `kernels/by_expert.py`
+            # routing weights in float16 may be too small to divide by, so they are applied late
+            # (`kernels/by_expert.py`)
             weights_late=dtype == torch.float16,
         )
 

@@ -359,8 +359,9 @@ LATENT_SIZES = {
     "v-head-dim": "value",
 }
 GROUPED_SIZES = {"num-query-groups": "kv_heads", "kv-channels": "head_dim"}
-"""Flags for sizes of latent attention, and of attention whose heads share keys, with the names of
-these sizes; Megatron reads the first alone under latent attention, and the second elsewhere."""
+"""Flags for sizes of latent attention (`LATENT_SIZES`), and of attention whose heads share keys,
+with the names of these sizes. Megatron reads those of `LATENT_SIZES` under latent attention alone,
+and those of `GROUPED_SIZES` elsewhere alone."""
 
 
 def _attention_of(job: Job) -> Attention | None:
@@ -382,8 +383,9 @@ def _fits_attention(flag: str, job: Job, size: int) -> bool:
     """Return whether a size is that of a job's attention."""
     sizes = _attention_of(job)
     is_latent = isinstance(sizes, LowRankAttention)
-    if flag in GROUPED_SIZES and is_latent:  # not read by Megatron
+    if flag in GROUPED_SIZES and is_latent:  # not read by Megatron, whatever it says
         return True
+    # a latent size of a job without latent attention has no match: it is of another model
     return bool(size == getattr(sizes, (LATENT_SIZES | GROUPED_SIZES)[flag], None))
 
 

@@ -574,6 +574,7 @@ class _Search:
         """Simulate a plan on the layout of a cost model, once for all calls. None: it does not
         fit the layout."""
         grid = cost_model.grid
+        # all cost models of a layout have the same MoE layers, so the same passes
         key = (grid, plan)
         if key in self.tried:
             return self.tried[key]

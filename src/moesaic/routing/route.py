@@ -328,8 +328,8 @@ def _fused_sum(loss: AbstractLoss) -> str | None:
 def fused_of(
     router: AbstractRouter, top_k: int, losses: Sequence[AbstractLoss]
 ) -> FusedChoice | None:
-    """Return a router as one operation, if it is one and the losses read nothing else; else
-    None."""
+    """Return a router as one operation, if it is one and every loss reads only sums that this
+    operation returns; else None."""
     if any(_fused_sum(loss) is None for loss in losses):
         return None
     return router.fused(top_k)

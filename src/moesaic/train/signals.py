@@ -23,8 +23,8 @@ def is_ignored(kind: signal.Signals) -> bool:
 
 
 def say_ends(command: str) -> None:
-    """Let this process say so before one of `ENDS` ends it while no step runs; in a step, a run
-    saves instead."""
+    """Print a line, which `command` begins, before one of `ENDS` ends this process while no step
+    runs; in a step other handlers take these signals, and the run saves instead."""
 
     def end(number: int, frame: FrameType | None) -> None:
         end_by(number, command)

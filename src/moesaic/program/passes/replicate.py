@@ -158,8 +158,8 @@ def _with_weights(
         first = _fetch(source, here_slot, "ep")
         second = []
 
-    # The first movement comes before the first expert task, the second just before the first one
-    # that reads its weights.
+    # The first movement comes before the first expert task, whose computing hides it. The second,
+    # which waits for the first, comes just before the first task that reads its weights.
     tasks = list[Task]()
     is_first_placed = False
     for task in program.tasks:
