@@ -54,7 +54,7 @@ def check_torch() -> None:
     if missing:
         raise InputError(
             f"in_flight needs {', '.join(missing)}, which torch {torch.__version__} lacks: run the "
-            "micro-batches one after another, or use torch 2.10 to 2.13"
+            "micro-batches one after another, or use torch 2.10 to 2.15"
         )
 
 
