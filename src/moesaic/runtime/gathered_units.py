@@ -89,5 +89,5 @@ def _groups_in_forward() -> list[tuple[Any, Any]]:
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"in_flight cannot keep FSDP2's units gathered under torch {torch.__version__} "
-            f"({error}): run the micro-batches one after another, or use torch 2.10 to 2.13"
+            f"({error}): run the micro-batches one after another, or use torch 2.10 to 2.15"
         ) from None
