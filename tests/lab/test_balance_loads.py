@@ -181,3 +181,11 @@ def test_recorded_loads_of_ranks_keep_their_max_vio_on_other_numbers_of_ranks() 
     assert (
         np.sort(routes.experts, axis=-1)[..., 1:] != np.sort(routes.experts, axis=-1)[..., :-1]
     ).all()
+
+
+def test_a_share_that_no_token_could_fill_is_capped() -> None:
+    sizes = Skew(ranks=4, num_experts=8, top_k=2, samples=4, sample_tokens=16, max_vio=0.0)
+    shares = np.array([0.65] + 7 * [0.05])
+    routes = by_shares(np.stack([shares, shares]), sizes)
+    assert routes.history[0] == 4 * 16  # every token once
+    assert routes.history.sum() == 4 * 16 * 2

@@ -180,13 +180,14 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
 
     Args:
         shares: (calls + 1, num_experts) share of each expert; the first row is for the history.
+            Shares above 1 / top_k are capped, since a token chooses an expert once.
         skew: the sizes. Its popularity parameters are not read.
     """
     tables = []
     for call_shares in shares:
         sample_shares = capped(call_shares[None], skew.top_k)  # (1, num_experts)
         all_samples = np.tile(sample_shares, (skew.samples, 1))
-        tables.append(integer_counts(all_samples, call_shares, skew))
+        tables.append(integer_counts(all_samples, sample_shares[0], skew))
     history, *calls = tables
     experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in calls])
     return Routes(experts=experts, history=history.sum(axis=0))
