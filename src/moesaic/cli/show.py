@@ -30,7 +30,7 @@ from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.planner.in_flight import FEW, in_flight
+from moesaic.planner.in_flight import FEW, layers_in_flight
 from moesaic.planner.plan_files import (
     MESH,
     FoundFor,
@@ -484,13 +484,8 @@ def _flights(
     passes = {"forward": (compiled.forward, between), "backward": (compiled.backward, 2 * between)}
     flights = {}
     for name, (program, seconds) in passes.items():
-        flights[name] = in_flight(
-            simulator.cluster,
-            program,
-            simulator.volumes(program, layer, compiled.grid),
-            layer.products or layer.dtype,
-            between=seconds,
-            layers=FEW,
+        flights[name] = layers_in_flight(
+            simulator, program, layer, compiled.grid, between=seconds, layers=FEW
         )
     return in_flight_pictures(flights, between)
 

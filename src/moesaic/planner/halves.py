@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moesaic.planner.in_flight import in_flight
+from moesaic.planner.in_flight import layers_in_flight
 from moesaic.planner.step import StepCostModel
-from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
 from moesaic.program.task import Program
 
@@ -60,24 +60,15 @@ def seconds_in_flight(half: StepCostModel, plan: Plan) -> float:
     # what the two take in turn, less what they take in flight
     forward_in_turn = 2 * layers * (before_forward + forward.seconds)
     backward_in_turn = 2 * layers * (before_backward + backward.seconds)
-    forward_in_flight = _pass_in_flight(half, compiled, compiled.forward, before_forward)
-    backward_in_flight = _pass_in_flight(half, compiled, compiled.backward, before_backward)
+
+    def flight(program: Program, between: float) -> float:
+        """Return the seconds of a pass of both halves, with `between` seconds of other work per
+        layer."""
+        return layers_in_flight(
+            half.simulator, program, half.model.layer, compiled.grid, between=between, layers=layers
+        ).seconds
+
+    forward_in_flight = flight(compiled.forward, before_forward)
+    backward_in_flight = flight(compiled.backward, before_backward)
     saved = forward_in_turn - forward_in_flight + backward_in_turn - backward_in_flight
     return COST * (2 * half.busy_seconds(forward, backward) - saved)
-
-
-def _pass_in_flight(
-    half: StepCostModel, compiled: Compiled, program: Program, between: float
-) -> float:
-    """Return the seconds of a pass of both halves through the MoE layers, before each of which a
-    half computes `between` seconds."""
-    layer = half.model.layer
-    flight = in_flight(
-        half.cluster,
-        program,
-        half.simulator.volumes(program, layer, compiled.grid),
-        layer.products or layer.dtype,
-        between=between,
-        layers=half.model.moe_layers,
-    )
-    return flight.seconds

@@ -16,7 +16,10 @@ import numpy as np
 
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.movement import AbstractVolumes
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import Costs, costs_of, events_of
+from moesaic.planner.workload import Workload
+from moesaic.program.grid import Grid
 from moesaic.program.life import life_of
 from moesaic.program.task import Lane, Op, Program, Stage, Task
 
@@ -102,6 +105,35 @@ def in_flight(
     seconds_per_layer = (first_layers.seconds - run(1).seconds) / (FEW - 1)
     seconds = first_layers.seconds + (layers - FEW) * seconds_per_layer
     return replace(first_layers, seconds=seconds)
+
+
+def layers_in_flight(
+    simulator: Simulator,
+    program: Program,
+    layer: Workload,
+    grid: Grid,
+    *,
+    between: float,
+    layers: int,
+) -> InFlight:
+    """Simulate a program of equal MoE layers in two micro-batches that take turns.
+
+    Args:
+        simulator: of the cluster.
+        program: a pass of a compiled plan.
+        layer: each of the layers.
+        grid: of the compiled plan.
+        between: seconds for which a micro-batch computes before each layer.
+        layers: number of layers.
+    """
+    return in_flight(
+        simulator.cluster,
+        program,
+        simulator.volumes(program, layer, grid),
+        layer.products or layer.dtype,
+        between=between,
+        layers=layers,
+    )
 
 
 def _taking_turns(program: Program, layers: int) -> Iterator[_Place]:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from moesaic.errors import InputError
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.in_flight import InFlight, in_flight
+from moesaic.planner.in_flight import InFlight, layers_in_flight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed, simulate_pipeline
 from moesaic.planner.rank_memory import Memory
@@ -286,11 +286,11 @@ class SplitCostModel:
 
         def flight(program: Program, between: float) -> InFlight:
             """Return the pass of a program, with `between` seconds of other work per layer."""
-            return in_flight(
-                self.cluster,
+            return layers_in_flight(
+                self.simulator,
                 program,
-                self.simulator.volumes(program, layer, compiled.grid),
-                layer.products or layer.dtype,
+                layer,
+                compiled.grid,
                 between=between,
                 layers=self.model.moe_layers,
             )
