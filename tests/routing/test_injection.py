@@ -440,6 +440,29 @@ def test_losses_of_several_forward_passes_in_one_backward_pass_warn_once() -> No
     assert warned(together) == [], "once"
 
 
+@in_one_graph
+def test_compiled_forward_passes_in_one_backward_pass_warn_once(
+    compiled: Callable[[MoE], Callable[[Tensor], Tensor]],
+) -> None:
+    layer = layer_of()
+    call = compiled(layer)
+
+    def each_alone() -> None:
+        for seed in range(3):
+            call(call(tokens(seed))).sum().backward()
+
+    def together() -> None:
+        (sum(call(tokens(seed)).sum() for seed in range(3)) / 3).backward()
+
+    assert warned(each_alone) == []
+    assert warned(together) == [injection.BESIDE]
+    assert warned(together) == [], "once"
+    other = layer_of()
+    set_loss_scale(other, 1 / 3)
+    call = compiled(other)
+    assert warned(together) == []
+
+
 @pytest.mark.parametrize("how", ["set_loss_scale", "collect_losses"])
 def test_there_is_no_warning_where_the_caller_says_the_weight(how: str) -> None:
     layer = layer_of()

@@ -260,8 +260,11 @@ if _register is not None:
 
     @operator("injected_weight")
     def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
-        """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes."""
-        return passes.weight(like, is_half)
+        """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes, in
+        which the graph's node stands for all calls in the graph."""
+        weight = passes.weight(like, is_half)
+        passes.note(torch._C._current_autograd_node())
+        return weight
 
     @torch.library.register_fake(injected_weight.overload)
     def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
