@@ -292,6 +292,8 @@ class Peers:
         self.slices = grid.tp if slices else 1
         """The number of neighbouring peers, a tensor-parallel group, that hold slices of one batch
         of tokens; 1 if every peer has whole sequences."""
+        self._tensor_ranks = grid.tp
+        """How many neighbouring ranks of the world share their tokens."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
         self._plan_digest = digest  # without the arguments of a call
@@ -332,6 +334,9 @@ class Peers:
         """How many of the extras describe the batch of this rank's tensor-parallel group."""
         self.batch: Tensor | None = None
         """(5,) float64: the `batch_in_numbers` of the next call; None for zeros."""
+        self.compares_groups = False
+        """Whether the message of the next call goes to all ranks, so that those of a
+        tensor-parallel group that are no peers compare their batches too."""
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
@@ -387,20 +392,23 @@ class Peers:
         Raises:
             InputError: on every rank, if those of a group did not.
         """
-        if self.slices == 1:
-            return
-        batches = gathered.extras_on_host[:, -self._batch_length :]
-        for first in range(0, self.number, self.slices):
-            words = [in_words(batch) for batch in batches[first : first + self.slices]]
-            for index, batch in enumerate(batches[first : first + self.slices]):
+        if self.slices > 1:  # all ranks are peers
+            self._check_batches(gathered.extras_on_host[:, -self._batch_length :])
+
+    def _check_batches(self, batches: np.ndarray) -> None:
+        """Raise InputError if ranks of a tensor-parallel group have other batches, given those of
+        all ranks of the world, (world, 5)."""
+        for first in range(0, len(batches), self._tensor_ranks):
+            of_group = batches[first : first + self._tensor_ranks]
+            words = [in_words(batch) for batch in of_group]
+            for index, batch in enumerate(of_group):
                 if is_same_batch(batch, batches[first]):
                     continue
-                rank = self.ranks[first]
-                other = self.ranks[first + index]
+                other = first + index
                 raise InputError(
-                    f"ranks {rank} and {other} of a tensor-parallel group call a layer with "
-                    f"different tokens: {words[0]} on rank {rank}, {words[index]} on rank {other}: "
-                    "give all ranks of the group the same x, mask and token_ids"
+                    f"ranks {first} and {other} of a tensor-parallel group call a layer with "
+                    f"different tokens: {words[0]} on rank {first}, {words[index]} on rank "
+                    f"{other}: give all ranks of the group the same x, mask and token_ids"
                 )
 
     def _counts_of_node_tokens(
@@ -487,20 +495,24 @@ class Peers:
         After a switch of plans, ranks may disagree about which ranks are peers. The first message
         then goes to all ranks, and no rank waits for one that does not send. Without tensor
         parallelism all ranks are peers anyway, and comparing the digests in the exchange of counts
-        is enough.
+        is enough. In a call with `compares_groups` the message goes to all ranks too.
 
         Raises:
             InputError: on every rank, if the ranks do not run the same.
         """
-        knows_peers = self.all_agree or self._all_are_peers
+        compares_groups = self.compares_groups
+        knows_peers = (self.all_agree or self._all_are_peers) and not compares_groups
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
         messages = torch.stack(all_gather(self._transport, ranks, message))
         if knows_peers:
             return messages
-        # the digest is the end of a message
-        self.check(messages[:, -len(self.digest) :].cpu(), ranks)
+        # the digest is the end of a message, behind the batch
+        ends = messages[:, -len(self.digest) - self._batch_length :].cpu()
+        self.check(ends[:, self._batch_length :], ranks)
+        if compares_groups:
+            self._check_batches(ends[:, : self._batch_length].numpy())
         self.all_agree = True
         return messages[list(self.ranks)]
 
