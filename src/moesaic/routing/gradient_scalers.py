@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SCALED = (
-    "moesaic: a GradScaler steps the optimizer and divides all gradients by its scale, those of the "
-    "auxiliary losses too, which MoE layers have injected without it: add collect_losses(model) to "
+    "moesaic: a GradScaler steps the optimizer and divides all gradients by its scale, also those "
+    "of auxiliary losses, which MoE layers have injected without it: add collect_losses(model) to "
     "your loss before scaler.scale, or call set_loss_scale(model, scaler.get_scale() / n) before "
     "each backward, n the number of micro-batches"
 )

@@ -505,7 +505,8 @@ class Peers:
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
-        messages = torch.stack(all_gather(self._transport, ranks, message))
+        gathered = all_gather(self._transport, ranks, message)
+        messages = torch.stack(gathered)
         if knows_peers:
             return messages
         # the digest is the end of a message, behind the batch
@@ -514,7 +515,7 @@ class Peers:
         if compares_groups:
             self._check_batches(ends[:, : self._batch_length].numpy())
         self.all_agree = True
-        return messages[list(self.ranks)]
+        return torch.stack([gathered[rank] for rank in self.ranks])
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks
@@ -605,7 +606,7 @@ def batch_in_numbers(x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | N
     weights = torch.arange(sample.numel(), dtype=torch.float64, device=x_TD.device).cos()
     return torch.stack(
         [
-            place.new_tensor(num_tokens),
+            place.new_full((), num_tokens),
             valid.sum(),
             place @ (valid + ids),
             sample.flatten() @ weights,

@@ -441,11 +441,11 @@ class ExpertParallel:
         self._batches = (number + 1) % CHECKED_CALLS
         routes_slices = self.compiled.routes_slices
         is_free = routes_slices and x_TD.device.type == "cpu"
-        is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
         compares = is_free or number == 0
         self.peers.batch = batch_in_numbers(x_TD, valid_T, token_ids) if compares else None
-        # ranks that route whole batches exchange nothing else in their group
-        self.peers.compares_groups = compares and not routes_slices and not is_captured
+        # Ranks that route whole batches exchange nothing else in their group. The host waits for
+        # it, which it must not while a graph is captured.
+        self.peers.compares_groups = compares and not routes_slices and not _is_capturing()
 
     def _slice_of(self, batch: TokenInfo, num_tokens: int) -> TokenInfo:
         """Return what is known of this rank's slice of the tensor-parallel group's tokens."""
@@ -859,6 +859,11 @@ def _find_nodes(
     return find_node_tokens(
         token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid
     )
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _plan_key(plan: Plan | Compiled) -> Plan | bytes:
