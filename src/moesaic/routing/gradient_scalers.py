@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +44,6 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _injecting: weakref.WeakSet[Any] = weakref.WeakSet()
 """All others that have injected losses which nobody scaled. Both are of the process, as torch's
 hooks on all optimizers are."""
-_hooks: list[Any] = []
-"""The handle of the hook, once it is registered."""
 
 
 def note_unscaled(each: Injects) -> None:
@@ -52,8 +51,13 @@ def note_unscaled(each: Injects) -> None:
     if each in _warned:
         return
     _injecting.add(each)
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_warn_if_scaled))
+    _register()
+
+
+@cache
+def _register() -> None:
+    """Register the hook on all torch optimizers, once."""
+    register_optimizer_step_pre_hook(_warn_if_scaled)
 
 
 def _warn_if_scaled(optimizer: torch.optim.Optimizer, *_: object) -> None:

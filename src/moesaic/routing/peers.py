@@ -126,8 +126,10 @@ class Gathered:
                 digest,
             ]
             message = torch.cat(parts)  # float64, as the digest is
+        values = peers.gather(message)
+        peers.compare_groups()
         return cls(
-            peers.gather(message),
+            values,
             num_slots=counts_KE.shape[0],
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
@@ -330,13 +332,15 @@ class Peers:
         """What to do if they are not, by their names."""
         self.sets_loss_scale = False
         """Whether the caller of the next call has set a scale of the losses."""
-        self._batch_length = BATCH if grid.tp > 1 else 0
-        """How many of the extras describe the batch of this rank's tensor-parallel group."""
         self.batch: Tensor | None = None
         """(5,) float64: the `batch_in_numbers` of the next call; None for zeros."""
         self.compares_groups = False
-        """Whether the message of the next call goes to all ranks, so that those of a
-        tensor-parallel group that are no peers compare their batches too."""
+        """Whether the next call has a message more, in which `compare_groups` compares batches."""
+
+    @property
+    def _batch_length(self) -> int:
+        """How many of the extras describe the batch of this rank's tensor-parallel group."""
+        return BATCH if self._tensor_ranks > 1 else 0
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
@@ -394,6 +398,22 @@ class Peers:
         """
         if self.slices > 1:  # all ranks are peers
             self._check_batches(gathered.extras_on_host[:, -self._batch_length :])
+
+    def compare_groups(self) -> None:
+        """In a call with `compares_groups`, compare digests of all ranks, and the batches of each
+        tensor-parallel group.
+
+        Raises:
+            InputError: on every rank, if they differ.
+        """
+        if not self.compares_groups:
+            return
+        assert self.batch is not None
+        own = torch.cat([self.batch, self.digest_on(self.batch.device)])
+        world = tuple(range(self._transport.world))
+        messages = torch.stack(all_gather(self._transport, world, own)).cpu()
+        self.check(messages[:, BATCH:], world)
+        self._check_batches(messages[:, :BATCH].numpy())
 
     def _check_batches(self, batches: np.ndarray) -> None:
         """Raise InputError if ranks of a tensor-parallel group have other batches, given those of
@@ -495,27 +515,22 @@ class Peers:
         After a switch of plans, ranks may disagree about which ranks are peers. The first message
         then goes to all ranks, and no rank waits for one that does not send. Without tensor
         parallelism all ranks are peers anyway, and comparing the digests in the exchange of counts
-        is enough. In a call with `compares_groups` the message goes to all ranks too.
+        is enough.
 
         Raises:
             InputError: on every rank, if the ranks do not run the same.
         """
-        compares_groups = self.compares_groups
-        knows_peers = (self.all_agree or self._all_are_peers) and not compares_groups
+        knows_peers = self.all_agree or self._all_are_peers
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
-        gathered = all_gather(self._transport, ranks, message)
-        messages = torch.stack(gathered)
+        messages = torch.stack(all_gather(self._transport, ranks, message))
         if knows_peers:
             return messages
-        # the digest is the end of a message, behind the batch
-        ends = messages[:, -len(self.digest) - self._batch_length :].cpu()
-        self.check(ends[:, self._batch_length :], ranks)
-        if compares_groups:
-            self._check_batches(ends[:, : self._batch_length].numpy())
+        # the digest is the end of a message
+        self.check(messages[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
-        return torch.stack([gathered[rank] for rank in self.ranks])
+        return messages[list(self.ranks)]
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks

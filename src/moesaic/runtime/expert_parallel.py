@@ -398,10 +398,9 @@ class ExpertParallel:
         self._note_call(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
+            self._describe_batch(x_TD, batch.valid_T, batch.token_ids)
         self._compare_router(router)
         sharing: AbstractContextManager[None] = nullcontext()
-        if replay is None:
-            self._describe_batch(x_TD, batch.valid_T, batch.token_ids)
         if self.compiled.routes_slices:
             batch = self._slice_of(batch, len(x_TD))
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
