@@ -284,7 +284,6 @@ class Peers:
         slots: Callable[[Tensor], Tensor] = lambda expert: expert,
     ) -> None:
         self._transport = transport
-        self._all_are_peers = grid.tp == 1  # no tensor-parallel group, whose ranks share tokens
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         """The ranks of the peers, this one included, in the order of their tokens."""
         self.number = len(self.ranks)
@@ -302,8 +301,7 @@ class Peers:
         self._settings: dict[str, object] = {}
         """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
-        """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
-        layer."""
+        """(4,) float64: a digest of the plan and of this rank's arguments of a call."""
         self._device_digest = (torch.empty(0), torch.empty(0))
         """The `digest` that was copied last, and its copy on a device."""
         # only the messages of all ranks bring the counts of every rank
@@ -520,7 +518,7 @@ class Peers:
         Raises:
             InputError: on every rank, if the ranks do not run the same.
         """
-        knows_peers = self.all_agree or self._all_are_peers
+        knows_peers = self.all_agree or self._tensor_ranks == 1
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
