@@ -515,6 +515,15 @@ def test_losses_of_several_forward_passes_in_one_backward_pass_warn_once() -> No
     assert warned(together) == [], "once"
 
 
+def test_a_layer_that_does_not_train_injects_nothing_and_does_not_warn() -> None:
+    layer = layer_of().requires_grad_(False)
+
+    def together() -> None:
+        sum(layer(tokens(seed).requires_grad_()).sum() for seed in range(2)).backward()
+
+    assert warned(together) == []
+
+
 @in_one_graph
 def test_compiled_forward_passes_in_one_backward_pass_warn_once(
     compiled: Callable[[MoE], Callable[[Tensor], Tensor]],

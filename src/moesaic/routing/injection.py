@@ -209,6 +209,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         layer = self._layer()
         if self._has_warned or layer is None or layer.loss_scale_is_set:
             return
+        if not self._pass_parameters:  # a layer that does not train injects nothing
+            return
         self._nodes.append(node)
         if len(self._nodes) <= self._most_nodes:
             return
