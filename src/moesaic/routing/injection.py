@@ -39,7 +39,7 @@ from torch.autograd import Variable
 from moesaic.comm.transport import TURN
 from moesaic.errors import InputError
 from moesaic.kernels.operator import operator
-from moesaic.routing.gradient_scalers import note_unscaled
+from moesaic.routing.gradient_scalers import FirstStep
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
@@ -165,6 +165,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
         """The most such nodes for which the graph was searched."""
+        self._first_step = FirstStep()
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
         """Return the weight of a loss that is injected in this backward pass, () float32 on the
@@ -192,7 +193,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
-            note_unscaled(self)
+            self._first_step.await_for(self)
         # 0 without trainable parameters, and in passes beyond the number of the previous step
         weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
