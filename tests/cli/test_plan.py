@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -486,9 +487,31 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     ):
         assert words in text
     assert ": :" not in text
+    best = re.search(r"^ 1 +([\d,]+\.\d\d) ", text, re.MULTILINE)[1]
+    said = re.search(
+        r"tokens in ([\d,.]+) s \((\S+) ms simulated; published \S+ take (\S+) t", text
+    )
+    step, simulated, longer = (float(each.replace(",", "")) for each in said.groups())
+    assert said[2] == best, "the ranking's step is the simulated one"
+    assert step == pytest.approx(simulated / 1e3 * longer, rel=0.01)
     first = next(line for line in text.splitlines() if line.startswith("change first: "))
     assert " times the speed" in first
     assert ": 0." not in first, "what slows a step down is no change to begin with"
+
+
+def test_the_command_that_prints_the_other_systems_layout_is_told_whole(hub, capsys):
+    asked = [*hub, "--batch-size", "128", "--reserve-gib", "2.0"]
+    assert main([*asked, "--ep", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    told = re.search(
+        r"as Megatron-LM \S+ runs it: (.*?): .* \(printed by moesaic (plan emit .*?)\)", text
+    )
+    layout, command = told.groups()
+    assert main(shlex.split(command)) == 0
+    flags = " ".join(capsys.readouterr().out.split())
+    assert f"--expert-model-parallel-size {re.search('ep (.*?),', layout)[1]} " in flags
+    assert f"--micro-batch-size {re.search('micro-batch (.*?),', layout)[1]} " in flags
+    assert {"--gpus", "--batch-size", "128", "--reserve-gib", "2.0"} <= {*shlex.split(command)}
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _as_others(
     lines: list[str] = []
     if cluster.world > 1 and isinstance(job.model, HubShape):
         best = options.best_of("megatron", job, cluster)
-        lines += as_others_shard("megatron", job, cluster, best, ours)
+        lines += as_others_shard("megatron", job, cluster, best, ours, options.asked)
     if flags is not None:
         lines += explained(job, cluster, ours, flags)
     return lines
