@@ -12,6 +12,7 @@ import pytest
 from forked import Forked
 from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.configfile import read_table
+from moesaic.planner.cluster import presets
 from moesaic.planner.plan_files import write_plan
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import ON_MESH, ROUTERS
@@ -270,7 +271,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names += [f"moesaic_lab.{name}" for name in OF_LAB]
     for module in map(import_module, names):
         parse_only(module, monkeypatch)
-    for name in ("my.toml", "runs/x/config.json", "runs/gpt/config.json"):
+    for name in ("my.toml", *(f"runs/{run}/config.json" for run in ("x", "gpt", "stages"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}" if name.endswith("json") else "")
     planning = printed.blocks((DOCS / "planning.md").read_text("utf-8"))
@@ -301,6 +302,38 @@ def test_every_command_of_a_page_has_flags_and_values_that_there_are(page_folder
             if code and (block.language != "inline" or NO_SUCH.search(said)):
                 wrong.append((ours, said))
     assert wrong == [], "\n".join(map(str, wrong))
+
+
+FIRST_RUN = ("README.md", "start.md")
+"""Pages whose first run goes to the preset's own folder, which no other page may take."""
+
+
+def test_runs_that_commands_of_a_page_read_are_made_there_before() -> None:
+    """A reader who types a page from its beginning finds every run folder that a command reads, and
+    finds none taken that a command makes."""
+    not_made = []
+    taken = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        made = {*re.findall(r'^out = "(runs/\w+)"', text, re.MULTILINE)}
+        for block in printed.blocks(text):
+            if block.language in ("inline", "text"):  # text: what a program prints
+                continue
+            for words in printed.commands_in(block):
+                pairs = zip(words, words[1:])
+                made |= {word for flag, word in pairs if flag in ("--out", "--keep")}
+                read = {each[0] for word in words if (each := re.match(r"runs/\w+", word))}
+                not_made += [(page.name, folder) for folder in sorted(read - made)]
+                if "--preset" in words and "train" in words and "--out" not in words:
+                    taken.append(page.name)
+    assert not_made == []
+    assert sorted(set(taken)) == sorted(FIRST_RUN)
+
+
+def test_the_page_of_planning_lists_every_preset_of_a_cluster() -> None:
+    text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
+    listed = {*re.findall(r"`([\w-]+)`", text.split("```toml")[0])}
+    assert {*presets()} <= listed
 
 
 def test_commands_are_found_in_every_kind_of_block() -> None:

@@ -196,7 +196,7 @@ def _print_without_layout(
     lines = [f"{error}: {changes}", about_parameters(error.job, cluster)]
     lines += _as_others(error.job, cluster, options, ours=None, flags=flags)
     if flags is None:
-        raise InputError("; ".join(lines))
+        raise InputError("; ".join(map(str.strip, lines)))
     print(*map(folded, lines), sep="\n")
     return 0
 

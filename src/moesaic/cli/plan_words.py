@@ -225,8 +225,8 @@ def as_others_shard(
     ours: Speed | None,
     asked: str,
 ) -> Iterator[str]:
-    """Yield a line with the speed of the best layout of another system, and a warning if its
-    pipeline lacks sequences.
+    """Yield a line with the speed of the best layout of another system, the command that prints it,
+    what we lack of it, and a warning if its pipeline lacks sequences.
 
     Args:
         system: a key of `SYSTEMS`.
@@ -252,9 +252,9 @@ def as_others_shard(
     choices = ", ".join(_choices_of(layout))
     yield (
         f"as {name} runs it: {choices}: {speed.tokens_per_second:,.0f} tokens/s and "
-        f"device, {step.memory.total / GIB:.1f} GiB{times} (printed by "
-        f"moesaic plan emit {system} --pp {layout.pp} {asked})"
+        f"device, {step.memory.total / GIB:.1f} GiB{times}"
     )
+    yield f"    moesaic plan emit {system} --pp {layout.pp} {asked}  # prints its flags"
 
     gains = without_what_we_lack(job, cluster, layout)
     if gains:
