@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from forked import Forked
 from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.configfile import read_table
-from moesaic.planner.cluster import presets
+from moesaic.planner.cluster import ClusterSpec, Device, Link, presets
 from moesaic.planner.plan_files import write_plan
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import ON_MESH, ROUTERS
@@ -322,6 +323,7 @@ def test_runs_that_commands_of_a_page_read_are_made_there_before() -> None:
             for words in printed.commands_in(block):
                 pairs = zip(words, words[1:])
                 made |= {word for flag, word in pairs if flag in ("--out", "--keep")}
+                made |= {"runs/vision"} if "vision" in words else set()  # its default
                 read = {each[0] for word in words if (each := re.match(r"runs/\w+", word))}
                 not_made += [(page.name, folder) for folder in sorted(read - made)]
                 if "--preset" in words and "train" in words and "--out" not in words:
@@ -334,6 +336,30 @@ def test_the_page_of_planning_lists_every_preset_of_a_cluster() -> None:
     text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
     listed = {*re.findall(r"`([\w-]+)`", text.split("```toml")[0])}
     assert {*presets()} <= listed
+
+
+def test_the_page_of_planning_names_the_fields_that_a_cluster_needs() -> None:
+    """And that they suffice."""
+    text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
+    told = {*re.findall(r"`(\w+)`", text.split("Required are ")[1].split(". ")[0])}
+    needed = {
+        each.name
+        for kind in (ClusterSpec, Device, Link)
+        for each in fields(kind)
+        if each.default is MISSING and each.default_factory is MISSING
+    }
+    assert told == needed - {"device"}  # whose fields are told
+
+
+def test_several_machines_meet_by_a_backend() -> None:
+    """torchrun's own default, static, would take every machine for the first, and wait."""
+    alone = [
+        (text.name, before)
+        for text in TEXTS
+        for before in re.findall(r"(.{0,80})--rdzv-endpoint", text.read_text("utf-8"), re.DOTALL)
+        if "--rdzv-backend c10d" not in before
+    ]
+    assert alone == []
 
 
 def test_commands_are_found_in_every_kind_of_block() -> None:
