@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import MISSING, fields
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -321,7 +322,7 @@ def test_runs_that_commands_of_a_page_read_are_made_there_before() -> None:
             if block.language in ("inline", "text"):  # text: what a program prints
                 continue
             for words in printed.commands_in(block):
-                pairs = zip(words, words[1:])
+                pairs = pairwise(words)
                 made |= {word for flag, word in pairs if flag in ("--out", "--keep")}
                 made |= {"runs/vision"} if "vision" in words else set()  # its default
                 read = {each[0] for word in words if (each := re.match(r"runs/\w+", word))}
