@@ -6,7 +6,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -497,19 +496,6 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     first = next(line for line in text.splitlines() if line.startswith("change first: "))
     assert " times the speed" in first
     assert ": 0." not in first, "what slows a step down is no change to begin with"
-
-
-def test_the_command_that_prints_the_other_systems_layout_is_told_whole(hub, capsys):
-    asked = [*hub, "--batch-size", "128", "--reserve-gib", "2.0"]
-    assert main([*asked, "--ep", "8"]) == 0
-    text = capsys.readouterr().out
-    layout = re.search(r"as Megatron-LM \S+ runs it: (.*?): ", printed(text))[1]
-    command = re.search(r"^    moesaic (plan emit(?:.*\\\n)*.*?)  # prints", text, re.MULTILINE)[1]
-    assert main(shlex.split(command.replace("\\\n", ""))) == 0
-    flags = " ".join(capsys.readouterr().out.split())
-    assert f"--expert-model-parallel-size {re.search('ep (.*?),', layout)[1]} " in flags
-    assert f"--micro-batch-size {re.search('micro-batch (.*?),', layout)[1]} " in flags
-    assert {"--gpus", "--batch-size", "128", "--reserve-gib", "2.0"} <= {*shlex.split(command)}
 
 
 @pytest.mark.parametrize(
