@@ -52,7 +52,7 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
         "layers, one rank at a time",
         "tokens/s likely",
         "a second NIC",
-        "run on each of 2 machines, HOST being the first one's name: torchrun --nnodes 2",
+        "run on each of 2 machines, HOST being the first one's name:\n    torchrun --nnodes 2",
         "fp8",
     ):
         assert words in text

@@ -168,7 +168,8 @@ def _lines(
     where = "run"
     if cluster.nodes > 1:
         where += f" on each of {cluster.nodes} machines, HOST being the first one's name"
-    yield f"{where}: {_command(model, cluster, found, sizes)}"
+    yield f"{where}:"
+    yield f"    {_command(model, cluster, found, sizes)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
         needs = f"{change.bytes / GIB:.1f} GiB with experts spread"
