@@ -61,10 +61,10 @@ reads, and the gradients of both (`FrozenExperts.gradients`)."""
 RECEIVED_VALUES = 2
 """Further values of the token's width for each copy on several ranks: rows and results' gradients
 as they arrived, beside those in the order of the experts."""
-FACTOR_BYTES = (8, 14)
-"""Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several:
-copies in 16 bits, their gradients, and the same in float32; on several ranks also joined for a
-call. Measured."""
+FACTOR_BYTES = 5
+"""Bytes of each parameter of a block's adapters of experts while it runs backward: copies in 16
+bits, their gradients, and, for the factors that shards of an expert have in common, which are about
+half, these again as one tensor."""
 COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
 CODED: tuple[Codec, ...] = ("none", "fp8")
@@ -638,13 +638,16 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
 
 
 def _loss_bytes(model: StepModel, job: FinetuneJob) -> float:
-    """Return the bytes of logits and of what the loss makes of them, where it needs most."""
+    """Return the bytes of logits and of what the loss makes of them, where it needs most, and of
+    the last norm's input in float32."""
     kept_bytes, running_bytes = LOGIT_BYTES
     tokens = job.logits or model.layer.tokens
-    if job.logits is None and model.stages == 1:
-        # each half has a loss of its own, which both keep; a stage joins them before the loss
-        running_bytes /= job.in_flight
-    return tokens * model.vocab * (kept_bytes + running_bytes)
+    if job.logits is None and model.stages > 1:
+        kept_bytes += 2  # torch's schedules keep the logits of the last stage, of both halves
+    elif job.logits is None:
+        running_bytes /= job.in_flight  # each half has a loss of its own; they run one by one
+    of_logits = tokens * model.vocab * (kept_bytes + running_bytes)
+    return of_logits + 4 * model.layer.tokens * model.layer.dim
 
 
 def _peak_block_bytes(cost_model: StepCostModel, adapters: float, job: FinetuneJob) -> float:
@@ -670,11 +673,10 @@ def _peak_block_bytes(cost_model: StepCostModel, adapters: float, job: FinetuneJ
     # values of a copy that are kept until its gradients are there, and those of the gradients
     kept = (layer.matrices - 1) * layer.hidden
     made = COPY_VALUES * layer.dim + (layer.matrices + 1) * layer.hidden
-    bytes_alone, bytes_on_several = FACTOR_BYTES
-    factor_bytes = bytes_alone
+    made += job.rank  # the gradient between the factors of an adapter
+    factor_bytes = FACTOR_BYTES
     if is_spread:
         kept += RECEIVED_VALUES * layer.dim
-        factor_bytes = bytes_on_several
         if job.in_flight == 2:
             made += layer.dim  # the results' gradient that the other half sends
             factor_bytes += half  # the other half's call has copies in 16 bits of its own
@@ -688,6 +690,8 @@ def _peak_block_bytes(cost_model: StepCostModel, adapters: float, job: FinetuneJ
     attention = half * (model.attention_kept - layer.dim + model.attention_normed)
     if job.projections == 4:  # further copies in float32: the inputs of keys and of the output
         attention += 4 * (layer.dim + (model.attention_result or layer.dim))
+    # in float32: what is between the factors of these adapters, and the router's probabilities
+    attention += 4 * (job.projections * job.rank + layer.num_experts)
     # values and gradients
     shared = half * layer.matrices * model.shared_hidden * (recomputed + running)
     dense = 0.0
