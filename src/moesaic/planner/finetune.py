@@ -620,9 +620,10 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     if job.method == "qlora-double":  # 32-bit scales of one layer exist while it runs
         block += model.expert_parameters / expert_parts * 4 / 64  # 4 bytes for each 64 weights
     if job.in_flight == 2 and grid.ep == 1:
-        # One half runs backward after the other: gradients of the one wait for those of the other
-        # while half the inputs are free.
-        block += max(4 * adapters - micro_batch_inputs / 2, 0.0)
+        # One half runs backward after the other: gradients of the one, also that of what the first
+        # block reads, wait for those of the other, while half the blocks' inputs are free.
+        waiting = 4 * adapters + micro_batch_inputs / model.num_layers
+        block += max(waiting - micro_batch_inputs / 2, 0.0)
     # only the larger one counts, since they do not exist at once
     peaks = {"logits and loss": model.outputs * logits, BLOCK: block}
     largest = max(peaks, key=lambda name: peaks[name])
