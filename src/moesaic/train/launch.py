@@ -41,7 +41,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from moesaic.comm.process_groups import set_timeout
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.train.config import TrainConfig
-from moesaic.train.signals import ENDS, end_by, is_ignored, leave_terminal
+from moesaic.train.machines import Machine
+from moesaic.train.signals import ENDS, RECEIVED, command_name, end_by, is_ignored, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -95,18 +96,43 @@ class Launch:
         name."""
         return nullcontext() if self._roll is None else naming_dead_ranks(self._roll, when)
 
-    def leave(self) -> None:
+    def leave(self, *, was_stopped: bool = False) -> None:
         """End the process after a successful run; return if it is the only one.
+
+        If a signal came to the torchrun of other machines alone, that of this machine is ended too.
+        It would wait for those for five minutes, and a run that goes on would join it.
 
         It does not wait for the interpreter's shutdown, which takes a second. The shutdown may also
         crash while threads of process groups still run, and torchrun would then report a failure of
         a run that is saved.
+
+        Args:
+            was_stopped: whether a signal ended the run before its last step.
         """
         if self._roll is not None:
+            machine = Machine.of_several()
+            ends_torchrun = False
+            if machine is not None:
+                machine.say_ended(was_stopped=was_stopped)
+                ends_torchrun = was_stopped and _ends_torchrun(machine)
             dist.barrier()
+            if ends_torchrun:
+                os.kill(os.getppid(), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+
+def _ends_torchrun(machine: Machine) -> bool:
+    """Return whether this rank is to end its torchrun, which then passes the signal on to ranks
+    that have saved; all ranks of a run that was stopped call it together."""
+    was_asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(was_asked, (machine.number, bool(RECEIVED)))
+    if not machine.ends_torchrun(was_asked):
+        return False
+    with suppress(ValueError):  # outside the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return machine.local_rank == 0
 
 
 def launch(patience: float = TrainConfig.start_patience) -> Launch:
@@ -137,6 +163,9 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     roll = None
+    machine = Machine.of_several()
+    if machine is not None:
+        machine.say_waits()
     try:
         store = _open_store(rank, patience)
         roll, missing = meet(store, rank, world, patience)
@@ -154,6 +183,8 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         if not Launch(roll).fails_first(refusal):
             sys.exit(1)
         raise refusal from error
+    if machine is not None:
+        machine.say_met(roll.host_of(0))
     set_timeout(None, dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
@@ -320,7 +351,7 @@ def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
     clients wait for ever."""
 
     def end() -> None:
-        print(in_one_line(f"moesaic train: {line()}"), file=sys.stderr, flush=True)
+        print(in_one_line(f"{command_name()}: {line()}"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)
@@ -334,7 +365,7 @@ def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
 
 def _end_when_parent_is_gone(parent: int) -> None:
     """Wait until the parent process is gone, then ask this one to save and end by the signal that
-    the parent would have sent."""
+    the parent would have sent, unless it has: a second one would end it unsaved."""
     while os.getppid() == parent:
         time.sleep(1)
     print(
@@ -342,7 +373,8 @@ def _end_when_parent_is_gone(parent: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not RECEIVED:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_one_of_several() -> bool:
@@ -520,8 +552,12 @@ class Roll:
             self._processes[rank] = process
         return self._processes[rank]
 
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank that has signed."""
+        return self._process(rank).partition(" on ")[2]
+
     def _is_elsewhere(self, rank: int) -> bool:
-        return self._process(rank).partition(" on ")[2] != socket.gethostname()
+        return self.host_of(rank) != socket.gethostname()
 
 
 def is_of_lost_message(error: BaseException | None) -> TypeGuard[Exception]:
@@ -597,7 +633,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
             dead = ask_store(roll.dead, ANSWER_SECONDS)
         if dead:
             raise TrainingError(f"{_fates_in_words(dead)}, {when()}")
-        end_by(number, "moesaic train", says=roll.rank == 0)
+        end_by(number, says=roll.rank == 0)
 
     with suppress(ValueError):
         return {kind: signal.signal(kind, end) for kind in ENDS if not is_ignored(kind)}
@@ -613,12 +649,14 @@ def stop_requests() -> Iterator[list[str]]:
     ignores it.
     """
     received: list[str] = []
+    RECEIVED.clear()
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
         """Note a signal. A second SIGINT or SIGTERM has its usual effect; after SIGHUP the terminal
         is gone."""
         received.append(signal.Signals(number).name)
+        RECEIVED.append(received[-1])
         if number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, before[signal.Signals(number)])
         else:
