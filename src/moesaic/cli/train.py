@@ -99,11 +99,16 @@ def train_from(
         print(f"{command}: loading PyTorch", flush=True)  # takes seconds
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
+    from moesaic.train.ranks import Ranks
     from moesaic.train.task import DECODER
 
     place = launch(_start_patience(arguments))
     try:
-        config = config or _configured(arguments, presets, command)  # on ranks, one refuses for all
+        with (
+            place.naming_dead_ranks("in the start; start the run again"),
+            Ranks.of_world().together(),  # what one rank refuses, all do
+        ):
+            config = config or _configured(arguments, presets, command)
         result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
         if place.fails_first(error):  # of several ranks that fail, the first one reports

@@ -76,7 +76,8 @@ class Launch:
 
     def fails_first(self, error: Exception) -> bool:
         """Note that this process fails. Return whether it is the first one to fail, and should
-        therefore report the error.
+        therefore report the error. What all ranks refuse together, the first one of each machine
+        reports.
 
         The first failure is also recorded for torchrun, which prints it in its summary. If the
         store of the ranks is gone or cut off, every process reports its own error.
@@ -84,12 +85,14 @@ class Launch:
         if self._roll is None:
             return True
         try:
-            is_first = ask_store(self._roll.fail, ANSWER_SECONDS) == 1
+            number, number_on_host = ask_store(self._roll.fail, ANSWER_SECONDS)
         except ConnectionError:
             return True
-        if is_first:
+        is_refusal = isinstance(error, InputError)
+        reports = number == 1 or (is_refusal and number_on_host == 1)
+        if reports:
             get_error_handler().record_exception(error)
-        return is_first
+        return reports
 
     def naming_dead_ranks(self, when: str) -> AbstractContextManager[None]:
         """Turn errors that the death of another rank caused into one line; see the function of this
@@ -501,12 +504,14 @@ class Roll:
                 dead[rank] = self.fate(rank)
         return {0: self.fate(0)} if self._is_lost else dead
 
-    def fail(self) -> int:
-        """Note in the store that this rank fails; return how many have failed."""
+    def fail(self) -> tuple[int, int]:
+        """Note in the store that this rank fails; return how many have failed, and how many of them
+        on its host."""
         number = self.store.add("roll/failures", 1)  # the counter's new value
+        number_on_host = self.store.add(f"roll/failures/{socket.gethostname()}", 1)
         # it asks the store no more, so `outlast` of rank 0 need not wait for it
         self.store.set(f"roll/left/{self.rank}", "1")  # an empty entry reads as none
-        return number
+        return number, number_on_host
 
     def outlast(self) -> None:
         """Wait a while until the other ranks have left or are gone, if this one keeps their
