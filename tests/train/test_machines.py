@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from helpers import refused
+from moesaic.errors import InputError
 from moesaic.train import launch, ranks, signals
 from moesaic.train.config import TrainConfig
 from moesaic.train.machines import Machine, once_all_ended
@@ -186,6 +187,17 @@ def test_ranks_that_differ_are_named_with_their_hosts(tmp_path):
     }
     assert {**second, "own folder": ""} == {**first, "own folder": ""}
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["box0", "box1"]
+
+
+def test_the_first_rank_of_each_host_reports_a_refusal(monkeypatch):
+    store = dist.HashStore()
+    reports = []
+    for rank, host in enumerate(("boxa", "boxa", "boxb", "boxb")):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        place = launch.Launch(launch.Roll(store, rank, 4))
+        reports.append(place.fails_first(InputError("the same for all")))
+        reports.append(place.fails_first(RuntimeError("lost the others")))
+    assert reports == [True, False, False, False, True, False, False, False]
 
 
 def node(config: Path, port: int) -> Forked:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.comm.collectives import check_same
-from moesaic.comm.mesh import open_transport
+from moesaic.comm.mesh import DeviceType, open_transport
 from moesaic.errors import InputError, in_one_line
 from moesaic.finetune.adapters import save_adapters
 from moesaic.finetune.checks import device_of, require_model
@@ -96,12 +96,7 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         TrainingError: the loss is no longer finite.
     """
     ranks = Ranks.of_world()
-    with ranks.together():
-        device = device_of(options)
-    require_same_settings({**options.of_all_ranks(), "device": device}, PACKAGES)
-    with ranks.together():
-        require(options, world)
-    require_shared(Path(options.out), ranks)
+    device = _require_together(options, ranks)
     cut = None  # the stage that this rank has, if there are several
     if options.pp > 1:
         ranks, cut = ranks_in_stages(options.pp, device)
@@ -145,6 +140,18 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         return True
     finally:
         folder.release()
+
+
+def _require_together(options: FinetuneOptions, ranks: Ranks) -> DeviceType:
+    """Check that a run can succeed, and that its ranks ask for the same; return the type of their
+    devices."""
+    with ranks.together():
+        device = device_of(options)
+    require_same_settings({**options.of_all_ranks(), "device": device}, PACKAGES)
+    with ranks.together():
+        require(options, ranks.world)
+    require_shared(Path(options.out), ranks)
+    return device
 
 
 def _require_same_contents(contents: Mapping[str, str], rows: Tensor) -> None:

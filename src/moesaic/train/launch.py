@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -85,11 +86,10 @@ class Launch:
         if self._roll is None:
             return True
         try:
-            number, number_on_host = ask_store(self._roll.fail, ANSWER_SECONDS)
+            fail = partial(self._roll.fail, is_refusal=isinstance(error, InputError))
+            reports = ask_store(fail, ANSWER_SECONDS) == 1
         except ConnectionError:
             return True
-        is_refusal = isinstance(error, InputError)
-        reports = number == 1 or (is_refusal and number_on_host == 1)
         if reports:
             get_error_handler().record_exception(error)
         return reports
@@ -504,14 +504,15 @@ class Roll:
                 dead[rank] = self.fate(rank)
         return {0: self.fate(0)} if self._is_lost else dead
 
-    def fail(self) -> tuple[int, int]:
-        """Note in the store that this rank fails; return how many have failed, and how many of them
-        on its host."""
+    def fail(self, *, is_refusal: bool = False) -> int:
+        """Note in the store that this rank fails; return how many have failed, or for a refusal how
+        many ranks of this host have refused."""
         number = self.store.add("roll/failures", 1)  # the counter's new value
-        number_on_host = self.store.add(f"roll/failures/{socket.gethostname()}", 1)
+        if is_refusal:
+            number = self.store.add(f"roll/refusals/{socket.gethostname()}", 1)
         # it asks the store no more, so `outlast` of rank 0 need not wait for it
         self.store.set(f"roll/left/{self.rank}", "1")  # an empty entry reads as none
-        return number, number_on_host
+        return number
 
     def outlast(self) -> None:
         """Wait a while until the other ranks have left or are gone, if this one keeps their
