@@ -8,17 +8,22 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from helpers import refused
+from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.train import launch, ranks, signals
+from moesaic.train import launch, ranks, signals, state
+from moesaic.train.checkpoint import SUMS
 from moesaic.train.config import TrainConfig
+from moesaic.train.data import Corpus
 from moesaic.train.machines import Machine, once_all_ended
 from moesaic.train.ranks import Ranks, require_same_config
 from moesaic.train.shared_folder import require_shared
@@ -134,6 +139,29 @@ def test_a_rank_that_saves_since_a_signal_came_goes_on_when_torchrun_is_gone(rec
     assert sent == ([] if received else [signal.SIGTERM])
 
 
+def other_validation_data(world: Ranks) -> str:
+    """Return the refusal of a run whose second rank reads other validation data from the same
+    paths."""
+    corpus = Corpus(
+        train=np.arange(100, dtype=np.uint8),
+        val=np.arange(100, dtype=np.uint8) + world.rank,
+        tokenizer=None,
+        vocab_size=256,
+        val_bytes=100,
+        description="",
+    )
+    task = SimpleNamespace(load_corpus=lambda config, tokenizer: corpus)
+    config = override(TrainConfig(batch_size=1), {"model": {"seq_len": 16}}, source="test")
+    return refusal(state._read_data, config, task, None, world)
+
+
+def other_base(folder: Path, world: Ranks) -> str:
+    """Return the refusal of a run whose second rank sees another checkpoint under the path of its
+    base."""
+    (folder / SUMS).write_text(f"sums of rank {world.rank}")
+    return refusal(state._require_same_base, SimpleNamespace(folder=folder), world)
+
+
 def differing(folder: Path) -> dict[str, str]:
     """Return what two ranks on two hosts refuse, by name."""
     rank = dist.get_rank()
@@ -154,6 +182,8 @@ def differing(folder: Path) -> dict[str, str]:
             "threads": refusal(require_same_config, TrainConfig(threads=rank + 1)),
             "value": refusal(world.require_same, "the data", rank, "give it"),
             "own error": refusal(fail_on_second),
+            "validation data": other_validation_data(world),
+            "base": other_base(own, world).replace(str(own), "BASE"),
             "own folder": refusal(require_shared, own / "run", world),
             "shared": refusal(require_shared, folder / "shared" / "run", world),
         }
@@ -175,6 +205,14 @@ def test_ranks_that_differ_are_named_with_their_hosts(tmp_path):
         "threads": "",
         "value": ("InputError: the data differs between rank 0 (box0) and rank 1 (box1): give it"),
         "own error": f"InputError: {own_error} (on rank 1 (box1))",
+        "validation data": (
+            "InputError: the validation data differs between rank 0 (box0) and rank 1 (box1): give "
+            "every rank the same files in data.path and data.val"
+        ),
+        "base": (
+            "InputError: the checkpoint BASE differs between rank 0 (box0) and rank 1 (box1): give "
+            "every rank the same run in adapters.base"
+        ),
         "own folder": (
             f"InputError: --out {tmp_path / 'box0' / 'run'}: rank 1 (box1) does not see what rank "
             "0 (box0) writes there: --out must lie in a file system that all machines share"
@@ -186,7 +224,8 @@ def test_ranks_that_differ_are_named_with_their_hosts(tmp_path):
         ),
     }
     assert {**second, "own folder": ""} == {**first, "own folder": ""}
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["box0", "box1"]
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"box0", "box1", SUMS}
 
 
 def test_the_first_rank_of_each_host_reports_a_refusal(monkeypatch):
