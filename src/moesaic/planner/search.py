@@ -304,11 +304,11 @@ class _Search:
         self.split = split
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
-        self.options: dict[Grid, list[SplitCostModel]] = {}
-        """Results of `_options`: by layout, the ways of holding the model."""
+        self.ways: dict[Grid, list[SplitCostModel]] = {}
+        """Results of `_ways`: by layout, the ways of holding the model."""
         self.step_models: dict[int, StepModel] = {}
         """Results of `_step_model`, by dp."""
-        self.floors: dict[SplitCostModel, float] = {}
+        self.floors: dict[tuple[Grid, JobSplit], float] = {}
         """Results of `_floor`."""
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
@@ -595,23 +595,24 @@ class _Search:
     def _options(self, grid: Grid) -> list[SplitCostModel]:
         """Return the ways of holding the model on a layout, from the one that sends least to the
         one that holds least."""
-        if grid in self.options:
-            return self.options[grid]
-        splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-        model = self._step_model(grid.dp)
-        models = [
-            SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
-            for each in splits
-        ]
-        if len(models) > 1:
-            # ways that send the same but for rounding are sorted by their bytes
-            models.sort(key=_moving)
-            ordered = []
-            for _, alike in itertools.groupby(models, _moving):
-                ordered += _leanest_first(list(alike))
-            models = ordered
-        self.options[grid] = models
-        return models
+        return sorted(self._ways(grid), key=_sent_and_held)
+
+    def _ways(self, grid: Grid) -> list[SplitCostModel]:
+        """Return the ways of holding the model on a layout, in any order."""
+        if grid not in self.ways:
+            alike = _alike(grid)
+            if alike == grid:
+                splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
+                model = self._step_model(grid.dp)
+                self.ways[grid] = [
+                    SplitCostModel(
+                        self.job, grid, split=each, simulator=self.simulator, model=model
+                    )
+                    for each in splits
+                ]
+            else:
+                self.ways[grid] = [each.on(grid) for each in self._ways(alike)]
+        return self.ways[grid]
 
     def _step_model(self, dp: int) -> StepModel:
         """Return the model of a step on `dp` data-parallel groups, before it is split."""
@@ -621,9 +622,10 @@ class _Search:
 
     def _floor(self, cost_model: SplitCostModel) -> float:
         """Return the lower bound on the step time of all plans of the space on a layout."""
-        if cost_model not in self.floors:
-            self.floors[cost_model] = cost_model.floor(compression=self.settings.compression)
-        return self.floors[cost_model]
+        key = _alike(cost_model.grid), cost_model.split
+        if key not in self.floors:
+            self.floors[key] = cost_model.floor(compression=self.settings.compression)
+        return self.floors[key]
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
@@ -735,11 +737,13 @@ class _Search:
     def _cost_model(self, grid: Grid) -> SplitCostModel:
         """Return the way of holding the model that sends least among those whose states fit, else
         the leanest."""
-        options = self._options(grid)
-        for each in options:
-            if each.least_bytes <= self._usable_bytes:
-                return each
-        return min(options, key=lambda each: each.least_bytes)
+        ways = self._ways(grid)
+        least = min(each.least_bytes for each in ways)
+        fitting = [each for each in ways if each.least_bytes <= self._usable_bytes]
+        candidates = fitting or [each for each in ways if each.least_bytes == least]
+        if len(candidates) == 1:  # what it sends need not be computed
+            return candidates[0]
+        return min(candidates, key=_sent_and_held)
 
     def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
         """Return the plan with other parts of a stage and other micro-batches, as long as these
@@ -821,17 +825,16 @@ class _Search:
         )
 
 
-def _moving(cost_model: SplitCostModel) -> float:
+def _alike(grid: Grid) -> Grid:
+    """Return the layout that stands for those that differ in which axis is innermost: they send and
+    hold as much of the model."""
+    return replace(grid, innermost="etp")
+
+
+def _sent_and_held(cost_model: SplitCostModel) -> tuple[float, float]:
     """Return the seconds in which parameters and gradients move, to six digits, so that they are
-    equal if they differ by rounding only."""
-    return float(f"{cost_model.moving_seconds:.6g}")
-
-
-def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
-    """Return ways of holding the model, sorted by the bytes that a rank needs."""
-    if len(cost_models) == 1:  # whose bytes need not be computed
-        return cost_models
-    return sorted(cost_models, key=lambda each: each.least_bytes)
+    equal if they differ by rounding only, and the least bytes that a rank needs."""
+    return float(f"{cost_model.moving_seconds:.6g}"), cost_model.least_bytes
 
 
 def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -184,10 +185,18 @@ class SplitCostModel:
             model = split.of(job).step_model(self.cluster, grid.dp)
         self.model = _sharded(model, grid, split)
         """Of all blocks."""
-        self._parts = _parts_of(job, self.model, split)
+        is_sparse = tuple(map(job.model.is_sparse, range(model.num_layers)))
+        self._parts = _parts_of(model, is_sparse, split.pp, split.parts)
         """The blocks of each part, in the order of the model."""
         self._ranks = [_joined(self._parts[rank :: split.pp]) for rank in range(split.pp)]
         """All blocks of a rank of each stage."""
+
+    def on(self, grid: Grid) -> SplitCostModel:
+        """Return this cost model for a layout with another axis innermost, which changes no cost;
+        both share what has been computed."""
+        changed = copy(self)
+        changed.grid = grid
+        return changed
 
     @cached_property
     def _distinct(self) -> list[StepCostModel]:
@@ -212,7 +221,7 @@ class SplitCostModel:
     def _costs(self, blocks: _Blocks) -> StepCostModel:
         """Return the cost model of some blocks; equal blocks share one."""
         if blocks not in self._known:
-            model = self.model if self.split.pp == 1 else blocks.of(self.model)
+            model = self.model if self.split.pp == 1 else _of_blocks(self.model, blocks)
             self._known[blocks] = StepCostModel(model, self.grid, self.simulator)
         return self._known[blocks]
 
@@ -427,12 +436,18 @@ def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     elif split.shard == "node":
         num_shards = _node_shards(grid)
     dense_shards, expert_shards = num_shards
-    return replace(
+    return _held_as(
         model,
-        held=split.hold,
+        split.hold,
         replicas=grid.dp // dense_shards,
         expert_replicas=grid.edp // expert_shards,
     )
+
+
+@lru_cache(maxsize=1024)
+def _held_as(model: StepModel, held: Held, replicas: int, expert_replicas: int) -> StepModel:
+    """Return a model that is held in another way; layouts share the results."""
+    return replace(model, held=held, replicas=replicas, expert_replicas=expert_replicas)
 
 
 class _Blocks(NamedTuple):
@@ -447,16 +462,18 @@ class _Blocks(NamedTuple):
     is_last: bool
     """Whether the output does."""
 
-    def of(self, whole: StepModel) -> StepModel:
-        """Return the model of these blocks of a whole model."""
-        return replace(
-            whole,
-            num_layers=self.layers,
-            sparse_layers=self.sparse,
-            vocab=whole.vocab if self.has_table else 0,
-            embeddings=1,  # the embedding or the output: they are on different stages
-            outputs=whole.outputs if self.is_last else 0,
-        )
+
+@lru_cache(maxsize=1024)
+def _of_blocks(whole: StepModel, blocks: _Blocks) -> StepModel:
+    """Return the model of some blocks of a whole model; layouts share the results."""
+    return replace(
+        whole,
+        num_layers=blocks.layers,
+        sparse_layers=blocks.sparse,
+        vocab=whole.vocab if blocks.has_table else 0,
+        embeddings=1,  # the embedding or the output: they are on different stages
+        outputs=whole.outputs if blocks.is_last else 0,
+    )
 
 
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
@@ -469,14 +486,23 @@ def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     )
 
 
-def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
-    """Return the blocks of each part, in their order, cut as the trainer does; `whole` is the model
-    of a step with all blocks."""
-    if split.pp == 1:
+@lru_cache(maxsize=256)
+def _parts_of(
+    whole: StepModel, is_sparse: tuple[bool, ...], pp: int, parts_per_stage: int
+) -> list[_Blocks]:
+    """Return the blocks of each part, in their order, cut as the trainer does; layouts share the
+    results.
+
+    Args:
+        whole: the model of a step with all blocks.
+        is_sparse: whether each block has an MoE layer.
+        pp: stages.
+        parts_per_stage: parts of each of them.
+    """
+    if pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
-    is_sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
     operations, parameters = _operations_and_parameters(whole, is_sparse)
-    cuts = _cuts(operations, parameters, count=split.pp * split.parts)
+    cuts = _cuts(operations, parameters, count=pp * parts_per_stage)
     last = len(cuts) - 1
     parts = []
     for number, blocks in enumerate(cuts):
