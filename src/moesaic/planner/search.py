@@ -57,7 +57,9 @@ from moesaic.planner.split import (
     split_choices,
 )
 from moesaic.planner.step import StepModel, mean_of
+from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -239,8 +241,9 @@ def search(
             searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
+    promising = [each for each in searches if each.fitting]
     # the most promising first, since its steps rule out layouts of the others
-    for each in sorted(searches, key=lambda each: each.floor):
+    for each in sorted(promising, key=lambda each: each.floor):
         # the best step of the searches so far
         each.best = min((result.best.seconds for result in results), default=math.inf)
         try:
@@ -251,6 +254,7 @@ def search(
             refused.append(error)
     if results:
         return _merged(results, settings.keep)
+    too_large += [each.too_large() for each in searches if not each.fitting]
     if too_large:
         raise min(too_large, key=lambda error: error.num_bytes)
     raise refused[0]
@@ -313,8 +317,10 @@ class _Search:
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
-        self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
-        """Results of `_run`, by layout: compiled plans and their forward and backward passes."""
+        self.times: dict[tuple[Grid, Workload, bytes], tuple[Simulated, Simulated]] = {}
+        """Results of `_run`, by layout, MoE layer and the digest of the compiled plan."""
+        self.needs: dict[tuple[Grid, Workload, bytes], tuple[float, float]] = {}
+        """Results of `_layer_bytes`, likewise."""
         self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
         """Results of `_loaded`; the bytes are the digest of the compiled plan."""
         self.refusal = ""
@@ -332,12 +338,20 @@ class _Search:
         """Lower bound on the step time of all plans."""
         return min(map(self._floor, self.cost_models))
 
+    @cached_property
+    def fitting(self) -> list[SplitCostModel]:
+        """Of `cost_models`, those whose states fit the memory."""
+        return [each for each in self.cost_models if each.least_bytes <= self._usable_bytes]
+
+    def too_large(self) -> TooLargeError:
+        """Return the error that no states fit."""
+        return self._too_large(*smallest_layout(self.cost_models))
+
     def run(self, counts: Sequence[np.ndarray]) -> Result:
-        """Run the search; returns its result. `counts` is that of `search`."""
+        """Run the search, of which some layouts are `fitting`; returns its result. `counts` is that
+        of `search`."""
         cost_models = self.cost_models
-        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
-        if not fitting:
-            raise self._too_large(*smallest_layout(cost_models))
+        fitting = self.fitting
         started = self._promising_layouts(fitting)
         if not started:
             raise InputError(
@@ -585,9 +599,12 @@ class _Search:
             self.refusal = str(error)  # for the user, if no plan fits any layout
             self.tried[key] = None
             return None
-        ways_of_holding = self._options(grid)
         simulated = SimulatedPlan(
-            compiled, forward_and_backward, ways_of_holding, self._usable_bytes
+            compiled,
+            forward_and_backward,
+            self._options(grid),
+            self._usable_bytes,
+            layer_bytes=partial(self._layer_bytes, cost_model, compiled),
         )
         self.tried[key] = simulated
         return simulated
@@ -629,14 +646,29 @@ class _Search:
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        known = self.times.setdefault(cost_model.grid, [])
-        for other, passes in known:
-            if other.digest == compiled.digest:
-                return passes
-        programs = compiled.forward, compiled.backward
-        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-        known.append((compiled, passes))
-        return passes
+        layer = cost_model.model.layer
+        key = cost_model.grid, layer, compiled.digest
+        if key not in self.times:
+            self.times[key] = self.simulator.passes(
+                compiled.forward, compiled.backward, layer, compiled.grid
+            )
+        return self.times[key]
+
+    def _layer_bytes(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[float, float]:
+        """Return the bytes that an MoE layer keeps and needs (`layer_bytes`) under a plan and even
+        routing, however the model is held."""
+        layer = cost_model.model.layer
+        key = cost_model.grid, layer, compiled.digest
+        if key not in self.needs:
+            self.needs[key] = layer_bytes(
+                self.simulator,
+                layer,
+                compiled.forward,
+                compiled.backward,
+                compiled.grid,
+                memory_budget=compiled.plan.memory_budget,
+            )
+        return self.needs[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return the best plans that fit the memory, best first; with counts, the best under even
@@ -723,12 +755,7 @@ class _Search:
 
     def _memory(self, cost_model: SplitCostModel, compiled: Compiled) -> Memory:
         """Return the memory of a plan under even routing."""
-        return cost_model.memory(
-            compiled.forward,
-            compiled.backward,
-            compiled.grid,
-            memory_budget=compiled.plan.memory_budget,
-        )
+        return cost_model.rank_memory(*self._layer_bytes(cost_model, compiled))
 
     def _fits(self, memory: Memory) -> bool:
         """Return whether a rank's memory fits a device."""
@@ -795,10 +822,7 @@ class _Search:
             return None
         if self.settings.max_vio > 0 and not self._fits(self._loaded(cost_model, compiled, ())):
             return None
-        passes = self.simulator.passes(
-            compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
-        )
-        return planned_step(compiled, cost_model, passes, memory)
+        return planned_step(compiled, cost_model, self._run(cost_model, compiled), memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""

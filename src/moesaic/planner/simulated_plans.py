@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.split import WHOLE, JobSplit, SplitCostModel, layout_in_words
 from moesaic.planner.step import Estimate
-from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
@@ -74,6 +73,7 @@ class SimulatedPlan:
         options: the ways of holding the model, from the one that sends least to the one that holds
             least.
         usable_bytes: of a device.
+        layer_bytes: returns the bytes of an MoE layer, as the function of this name.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class SimulatedPlan:
         passes: tuple[Simulated, Simulated],
         options: list[SplitCostModel],
         usable_bytes: float,
+        layer_bytes: Callable[[], tuple[float, float]],
     ) -> None:
         self.plan = compiled.plan
         self.grid = options[0].grid
@@ -89,6 +90,7 @@ class SimulatedPlan:
         self._passes = passes
         self._options = options
         self._usable_bytes = usable_bytes
+        self._layer_bytes = layer_bytes
 
     @cached_property
     def least_seconds(self) -> float:
@@ -100,15 +102,7 @@ class SimulatedPlan:
         """The step under the way of holding that sends least among those that fit the memory; under
         the leanest if none fits."""
         compiled = self._compiled
-        first = self._options[0]
-        kept_bytes, buffers = layer_bytes(  # of an MoE layer, however the model is held
-            first.simulator,
-            first.model.layer,
-            compiled.forward,
-            compiled.backward,
-            compiled.grid,
-            memory_budget=compiled.plan.memory_budget,
-        )
+        kept_bytes, buffers = self._layer_bytes()
         found: list[tuple[SplitCostModel, Memory]] = []
         for cost_model in self._options:
             memory = cost_model.rank_memory(kept_bytes, buffers)
