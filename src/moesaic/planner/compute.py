@@ -17,7 +17,7 @@ import numpy as np
 
 from moesaic.codecs import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec
-from moesaic.planner.movement import AbstractVolumes, row_bytes
+from moesaic.planner.movement import AbstractVolumes, of_each, row_bytes
 from moesaic.planner.workload import Workload
 from moesaic.program.task import Kind, Op, Slot, Task
 
@@ -254,15 +254,12 @@ def _coding(
     rows = volumes.rows(slot.layout)
     plain_bytes = volumes.bytes_of(slot)
     codec = task.codec if slot.kind is Kind.ROWS else ""  # "": rows are sent as they are
-    # The bytes of each number of rows are computed once; also before a rate that needs none, since
-    # it refuses rows that the codec does not support.
-    row_counts, inverse = np.unique(rows, return_inverse=True)
-    coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
+    # also before a rate that needs none, since it refuses rows that the codec does not support
+    coded_bytes = of_each(rows, lambda count: row_bytes(slot, codec, count, volumes.layer))
     # plain bytes per second of this codec, else of any; None: as fast as copies
     rate = rates.codecs.get(name_of(codec), rates.codec) if codec else None
     if rate is not None:
         return plain_bytes / rate
-    coded_bytes = np.array(coded)[inverse]
     return (plain_bytes + coded_bytes) / rates.memory
 
 
