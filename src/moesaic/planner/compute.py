@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,11 @@ class DeviceRates:
     in memory. Two bytes are read, and one is written by rows and one by columns, for the products
     of the gradients."""
 
+    @cached_property
+    def _log_rows(self) -> np.ndarray:
+        """Logarithms of `rows`."""
+        return np.log(self.rows)
+
     def product_seconds(
         self, rows: np.ndarray, flops_per_row: float, weight_bytes: float, *, grouped: bool = False
     ) -> np.ndarray:
@@ -65,7 +71,7 @@ class DeviceRates:
         flops = self.grouped_flops if grouped else self.flops
         has_rows = rows > 0
         clamped_rows = np.maximum(rows[has_rows], self.rows[0])
-        share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
+        share = np.interp(np.log(clamped_rows), self._log_rows, self.share)
         computing = clamped_rows * flops_per_row / (flops * share)
         reading = weight_bytes / self.memory
         seconds = np.zeros(len(rows))

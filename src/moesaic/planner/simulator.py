@@ -9,6 +9,7 @@ says how long tasks take.
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import chunks_of, sizes_of
@@ -59,6 +60,8 @@ class Simulator:
         """`LayoutIndex` by mesh, experts and chunks."""
         self.level_of = cache(partial(level_of, cluster))
         """Function of the same name for this cluster, whose results are kept."""
+        self.forwards: dict[tuple[object, ...], Any] = {}
+        """Results of `StepCostModel.forward` (`step.py`), by what they depend on."""
 
     def run(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None

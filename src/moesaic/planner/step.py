@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -336,6 +337,25 @@ class Moving(NamedTuple):
     """Seconds of each time, without overlap."""
     behind: Literal["forward", "backward", "nothing"]
     """The pass behind which they move."""
+
+
+_of_block = attrgetter(
+    "layer",
+    "attention",
+    "attention_up",
+    "attention_copied",
+    "scores",
+    "score_kernel",
+    "head_dim",
+    "key_values",
+    "shares_sequence",
+    "sequence_parallel",
+    "inner",
+    "shared_hidden",
+    "vocab",
+    "loss_bytes",
+)
+"""Returns what `StepCostModel.forward` reads of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -759,7 +779,16 @@ class StepCostModel:
 
     @cached_property
     def forward(self) -> ForwardSeconds:
-        """The seconds of one forward pass of each part of a block.
+        """The seconds of one forward pass of each part of a block, which layouts share."""
+        grid = self.grid
+        key = (_of_block(self.model), grid.tp, grid.world, grid.ranks_per_node)
+        known = self.simulator.forwards
+        if key not in known:
+            known[key] = self._find_forward()
+        return known[key]
+
+    def _find_forward(self) -> ForwardSeconds:
+        """Return `forward`. It reads of the model what `_of_block` names.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token in the attention part of a block and five more in a dense
