@@ -168,8 +168,6 @@ def compute_seconds(
     """
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
-    read = _bytes(task.reads, slots, volumes)
-    written = _bytes(task.writes, slots, volumes)
     # a move has `of` if a kernel sends its rows as they lie
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
@@ -179,9 +177,10 @@ def compute_seconds(
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
+    written = _bytes(task.writes, slots, volumes)
     if task.op is Op.PERMUTE:  # which reads a token for each of its rows
         return 2 * written / rates.memory
-    return (read + written) / rates.memory
+    return (_bytes(task.reads, slots, volumes) + written) / rates.memory
 
 
 def _experts(

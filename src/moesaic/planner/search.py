@@ -64,6 +64,7 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan, Schedule
+from moesaic.program.task import Program
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8))
 """The default search space."""
@@ -283,6 +284,15 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
     )
 
 
+_Programs = tuple[Program, Program, int | None]
+"""Both programs of a plan, and its memory budget: plans that have the same are one."""
+
+
+def _programs(compiled: Compiled) -> _Programs:
+    """Return what tells a compiled plan from others."""
+    return compiled.forward, compiled.backward, compiled.plan.memory_budget
+
+
 class _Search:
     """The state of a running search for the layouts of one number of stages.
 
@@ -317,12 +327,12 @@ class _Search:
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
-        self.times: dict[tuple[Grid, Workload, bytes], tuple[Simulated, Simulated]] = {}
-        """Results of `_run`, by layout, MoE layer and the digest of the compiled plan."""
-        self.needs: dict[tuple[Grid, Workload, bytes], tuple[float, float]] = {}
+        self.times: dict[tuple[Grid, Workload, _Programs], tuple[Simulated, Simulated]] = {}
+        """Results of `_run`, by layout, MoE layer and programs."""
+        self.needs: dict[tuple[Grid, Workload, _Programs], tuple[float, float]] = {}
         """Results of `_layer_bytes`, likewise."""
-        self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
-        """Results of `_loaded`; the bytes are the digest of the compiled plan."""
+        self.loaded: dict[tuple[Grid, JobSplit, _Programs], Memory] = {}
+        """Results of `_loaded`, by layout, split and programs."""
         self.refusal = ""
         """Why the last plan that does not fit its layout does not."""
 
@@ -647,7 +657,7 @@ class _Search:
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
         layer = cost_model.model.layer
-        key = cost_model.grid, layer, compiled.digest
+        key = cost_model.grid, layer, _programs(compiled)
         if key not in self.times:
             self.times[key] = self.simulator.passes(
                 compiled.forward, compiled.backward, layer, compiled.grid
@@ -658,7 +668,7 @@ class _Search:
         """Return the bytes that an MoE layer keeps and needs (`layer_bytes`) under a plan and even
         routing, however the model is held."""
         layer = cost_model.model.layer
-        key = cost_model.grid, layer, compiled.digest
+        key = cost_model.grid, layer, _programs(compiled)
         if key not in self.needs:
             self.needs[key] = layer_bytes(
                 self.simulator,
@@ -740,7 +750,7 @@ class _Search:
     ) -> Memory:
         """Return the memory of a plan under counts, or without any under the MaxVio of the
         settings."""
-        key = cost_model.grid, cost_model.split, compiled.digest
+        key = cost_model.grid, cost_model.split, _programs(compiled)
         if key not in self.loaded:
             layer = cost_model.model.layer
             memory_of = cost_model.memory

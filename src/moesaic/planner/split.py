@@ -314,16 +314,13 @@ class SplitCostModel:
         seconds_of = {
             part: self._costs(part).pass_seconds(forward, backward) for part in {*self._parts}
         }
-        seconds = [seconds_of[part] for part in self._parts]
-        forward_seconds = [ahead for ahead, _ in seconds]
-        backward_seconds = [back for _, back in seconds]
-        hop_seconds = [self._hop_seconds(part) for part in range(len(self._parts))]
+        forward_seconds, backward_seconds = zip(*(seconds_of[part] for part in self._parts))
         return simulate_pipeline(
             self.split.pp,
             self.model.micro_batches,
             forward_seconds,
             backward_seconds,
-            hop_seconds,
+            tuple(map(self._hop_seconds, range(len(self._parts)))),
             blocks_sender=self.cluster.host.runs_compute,
         )
 
