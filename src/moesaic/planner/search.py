@@ -44,7 +44,9 @@ from moesaic.planner.simulated_plans import (
     cheapest,
     fastest,
     in_order,
+    least_cost,
     planned_step,
+    smallest,
 )
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
@@ -362,12 +364,12 @@ class _Search:
         of `search`."""
         cost_models = self.cost_models
         fitting = self.fitting
-        started = self._promising_layouts(fitting)
+        started = self._promising_layouts(fitting, self.settings.refine)
         if not started:
             raise InputError(
                 f"no plan of the search space fits any layout; the last one: {self.refusal}"
             )
-        self._refine(started[: self.settings.refine])
+        self._refine(started)
         searched_eps = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if not ranking:
@@ -415,8 +417,8 @@ class _Search:
         cost_of = {ep: cheapest(self._of_ep(ep)).cost for ep in simulated_eps}
         sizes = sorted(cost_of, key=lambda ep: cost_of[ep])[: 1 + self.settings.finished_eps]
         for ep in sizes[1:]:
-            started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
-            for cost_model in started[:2]:
+            of_ep = [each for each in fitting if each.grid.ep == ep]
+            for cost_model in self._promising_layouts(of_ep, 2):
                 self._climb_from_starts(cost_model)
         return set(sizes)
 
@@ -458,12 +460,14 @@ class _Search:
         """Bytes of a device that a plan may use."""
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
-    def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
-        """Simulate a few plans on every layout with a floor below the best step so far; returns
-        these layouts, best first."""
+    def _promising_layouts(
+        self, cost_models: list[SplitCostModel], most: int
+    ) -> list[SplitCostModel]:
+        """Simulate a few plans on every layout with a floor below the best step so far; returns the
+        best of these layouts, `most` at most, best first."""
         best = self.best
-        # the best plan of each layout, and the layout
-        judged: list[tuple[SimulatedPlan, SplitCostModel]] = []
+        # plans of each layout, and the layout
+        judged: list[tuple[list[SimulatedPlan], SplitCostModel]] = []
         for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when
@@ -474,12 +478,18 @@ class _Search:
             plans = list(self._simulate_starts(cost_model, best))
             if not plans:
                 continue
-            best_here = cheapest(plans)
-            judged.append((best_here, cost_model))
-            if best_here.fits:
-                best = min(best, best_here.seconds)
-        judged.sort(key=lambda item: item[0].cost)
-        return [cost_model for _, cost_model in judged]
+            judged.append((plans, cost_model))
+            if least_cost(plans) < (False, best):  # else no plan is faster, fit or not
+                best_here = cheapest(plans)
+                if best_here.fits:
+                    best = min(best, best_here.seconds)
+        promising = smallest(
+            judged,
+            key=lambda item: cheapest(item[0]).cost,
+            bound=lambda item: least_cost(item[0]),
+            most=most,
+        )
+        return [cost_model for _, cost_model in promising]
 
     def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[SimulatedPlan]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
