@@ -638,17 +638,13 @@ class _Search:
         """Return the ways of holding the model on a layout, in any order."""
         if grid not in self.ways:
             alike = _alike(grid)
-            if alike == grid:
-                splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-                model = self._step_model(grid.dp)
-                self.ways[grid] = [
-                    SplitCostModel(
-                        self.job, grid, split=each, simulator=self.simulator, model=model
-                    )
-                    for each in splits
-                ]
-            else:
+            if alike != grid:
                 self.ways[grid] = [each.on(grid) for each in self._ways(alike)]
+                return self.ways[grid]
+            splits = list(holdings(grid, self.split)) if self.settings.most_stages else [self.split]
+            model = self._step_model(grid.dp)
+            first = SplitCostModel(self.job, grid, splits[0], self.simulator, model=model)
+            self.ways[grid] = [first, *map(first.held, splits[1:])]
         return self.ways[grid]
 
     def _step_model(self, dp: int) -> StepModel:

@@ -191,6 +191,14 @@ class SplitCostModel:
         self._ranks = [_joined(self._parts[rank :: split.pp]) for rank in range(split.pp)]
         """All blocks of a rank of each stage."""
 
+    def held(self, split: JobSplit) -> SplitCostModel:
+        """Return the cost model under a split that holds the model in another way."""
+        changed = copy(self)
+        changed.split = split
+        changed.model = _sharded(self.model, self.grid, split)
+        changed._known = {}
+        return changed
+
     def on(self, grid: Grid) -> SplitCostModel:
         """Return this cost model for a layout with another axis innermost, which changes no cost;
         both share what has been computed."""

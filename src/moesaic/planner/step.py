@@ -232,28 +232,28 @@ class StepModel:
                 f"model.seq_len={self.seq_len}: choose a multiple"
             )
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Number of MoE layers."""
         return self.num_layers if self.sparse_layers is None else self.sparse_layers
 
-    @property
+    @cached_property
     def attention(self) -> float:
         """Parameters of a block's attention."""
         return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
 
-    @property
+    @cached_property
     def scores(self) -> float:
         """Operations per token and block between queries, keys and values."""
         # two products, each of a multiplication and an addition; half of them, since causal
         return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Inner width of dense feed-forward layers."""
         return self.dense_hidden or self.layer.top_k * self.layer.hidden
 
-    @property
+    @cached_property
     def dense_parameters(self) -> float:
         """Parameters outside the experts, routers included."""
         dim = self.layer.dim
@@ -261,7 +261,7 @@ class StepModel:
         dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
         return blocks + dense + self.embeddings * self.vocab * dim
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers."""
         return (
@@ -272,13 +272,13 @@ class StepModel:
             * self.layer.hidden
         )
 
-    @property
+    @cached_property
     def shared_parameters(self) -> int:
         """Parameters of all shared experts, which every rank of a tensor-parallel group holds in
         full."""
         return self.shared_hidden * self.layer.matrices * self.layer.dim * self.moe_layers
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Whether adapters alone are trained."""
         return sum(self.adapters) > 0
@@ -288,7 +288,7 @@ class StepModel:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.sharded == "parameters"
 
-    @property
+    @cached_property
     def narrow_bytes(self) -> float:
         """Bytes of a value that narrow products read, including its share of a scale; 0 if products
         are not narrow."""
@@ -1101,7 +1101,7 @@ class StepCostModel:
             moved += copied + buffer
         return moved / self._rates.memory
 
-    @property
+    @cached_property
     def activated_values(self) -> float:
         """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer = self.model.layer
@@ -1187,14 +1187,14 @@ class StepCostModel:
         """Bytes of a gathered parameter over the bytes of its gradient."""
         return (self.model.gathered_bytes or self.model.parameter_bytes) / self._gradient_bytes
 
-    @property
+    @cached_property
     def whole_parameters(self) -> float:
         """Parameters of a rank before sharding over data-parallel ranks."""
         model = self.model
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
         return model.dense_parameters / self.grid.tp + model.shared_parameters + experts
 
-    @property
+    @cached_property
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
@@ -1211,7 +1211,7 @@ class StepCostModel:
             return sum(self.model.adapters)
         return self.whole_parameters if self.model.sharded == "none" else self.held_parameters
 
-    @property
+    @cached_property
     def block_parameters(self) -> tuple[float, float]:
         """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and
         experts'."""
@@ -1223,7 +1223,7 @@ class StepCostModel:
         experts_per_layer = model.expert_parameters / max(model.moe_layers, 1)
         return dense, experts_per_layer / (self.grid.ep * self.grid.etp)
 
-    @property
+    @cached_property
     def root_parameters(self) -> float:
         """Parameters of a rank's embedding and output, before sharding over data-parallel ranks."""
         return self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp
@@ -1233,12 +1233,12 @@ class StepCostModel:
         """Distance between the ranks that share the shards of dense parameters, and of experts."""
         return self.grid.tp, self.grid.ep * self.grid.etp
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[int, int]:
         """Number of copies of each shard of dense parameters, and of experts."""
         return self.model.replicas, self.model.expert_replicas or self.model.replicas
 
-    @property
+    @cached_property
     def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
         copies, expert_copies = self.replicas
