@@ -74,9 +74,8 @@ def test_without_stages_and_held_copies_a_step_costs_what_it_always_did() -> Non
     whole = SplitCostModel(JOB, grid, JobSplit(), simulator)
     alone = StepCostModel(JOB.step_model(FAST, grid.dp), grid, simulator)
     compiled, passes = simulated(alone)
-    programs = (compiled.forward, compiled.backward, compiled.grid)
     assert whole.estimate(*passes) == alone.estimate(*passes)
-    assert whole.memory(*programs) == step_memory(alone, *programs)
+    assert whole.memory(compiled) == step_memory(alone, compiled)
     assert whole.floor() == alone.floor()
 
 
@@ -138,7 +137,7 @@ def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
             estimate = model.estimate(*passes)
             assert model.floor() <= estimate.seconds
             assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
-            memory = model.memory(compiled.forward, compiled.backward, compiled.grid)
+            memory = model.memory(compiled)
             assert model.least_bytes <= memory.total
 
 

@@ -284,7 +284,7 @@ def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> No
 
 def memory(model: StepModel = MODEL) -> Memory:
     compiled = compile_plan(Plan(), GRID)
-    return step_memory(around(model), compiled.forward, compiled.backward, compiled.grid)
+    return step_memory(around(model), compiled)
 
 
 def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:

@@ -676,14 +676,7 @@ class _Search:
         layer = cost_model.model.layer
         key = cost_model.grid, layer, _programs(compiled)
         if key not in self.needs:
-            self.needs[key] = layer_bytes(
-                self.simulator,
-                layer,
-                compiled.forward,
-                compiled.backward,
-                compiled.grid,
-                memory_budget=compiled.plan.memory_budget,
-            )
+            self.needs[key] = layer_bytes(self.simulator, layer, compiled)
         return self.needs[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
@@ -893,7 +886,7 @@ def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]
         if cost_model.least_bytes >= least:
             break  # all others need at least as much
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
+        num_bytes = cost_model.memory(compiled).total
         if num_bytes < least:
             best = cost_model.grid
             least = num_bytes

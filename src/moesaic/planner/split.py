@@ -362,26 +362,9 @@ class SplitCostModel:
                 slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
         return slowest
 
-    def memory(
-        self,
-        forward: Program,
-        backward: Program,
-        grid: Grid,
-        *,
-        memory_budget: int | None = None,
-        sizes: CallSizes | None = None,
-    ) -> Memory:
+    def memory(self, compiled: Compiled, sizes: CallSizes | None = None) -> Memory:
         """Return the memory of the rank that needs most; arguments as of `step_memory`."""
-        kept_bytes, buffers = layer_bytes(
-            self.simulator,
-            self.model.layer,
-            forward,
-            backward,
-            grid,
-            memory_budget=memory_budget,
-            sizes=sizes,
-        )
-        return self.rank_memory(kept_bytes, buffers)
+        return self.rank_memory(*layer_bytes(self.simulator, self.model.layer, compiled, sizes))
 
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
         """Return the memory of the rank that needs most, from the bytes of one MoE layer.
