@@ -154,16 +154,13 @@ class Even(AbstractVolumes):
             run for run in switch_ranks if topology.ranks_per_node < run < grid.world
         )
         """Numbers of ranks behind the switches that join several nodes."""
-        self._rows: dict[Layout, np.ndarray] = {}
-        """Results of `rows`."""
+        # results of these are kept
+        self._rows = cache(self._count_rows)
+        self._hop_rows = cache(self._count_hop_rows)
+        self._stays = cache(self._find_stays)
+        self._ends = cache(self._find_ends)
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
         """Results of `movements`, by kind of rows, movement, codec, all-to-all and hop."""
-        self._ends: dict[Move, tuple[Messages, Messages]] = {}
-        """Results of `messages`."""
-        self._stays: dict[Move, bool] = {}
-        """Results of `stays`."""
-        self._hop_rows: dict[HopRows, np.ndarray] = {}
-        """Results of `hop_rows`."""
         self._checked: set[tuple[str, int, int, bool]] = set()
         """What `check_regular` has found regular: all-to-all, nodes, ranks of a node, in steps."""
 
@@ -172,9 +169,7 @@ class Even(AbstractVolumes):
         return self.topology.block if self._apart else 1
 
     def rows(self, layout: Layout) -> np.ndarray:
-        if layout not in self._rows:
-            self._rows[layout] = self._count_rows(layout)
-        return self._rows[layout]
+        return self._rows(layout)
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
         """Return the rows of a layout on each class of ranks, (num_actors,): the pieces there times
@@ -288,10 +283,7 @@ class Even(AbstractVolumes):
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
         """See `AbstractRowCounts`."""
-        hop = hop._replace(move=_of_any_chunk(hop.move))
-        if hop not in self._hop_rows:
-            self._hop_rows[hop] = self._count_hop_rows(hop)
-        return self._hop_rows[hop]
+        return self._hop_rows(hop._replace(move=_of_any_chunk(hop.move)))
 
     def _count_hop_rows(self, hop: HopRows) -> np.ndarray:
         """Return the rows of a hop's messages, (num_actors,)."""
@@ -312,20 +304,18 @@ class Even(AbstractVolumes):
 
     def stays(self, move: Move) -> bool:
         """See `AbstractRowsMoved`."""
-        move = _of_any_chunk(move)
-        if move not in self._stays:
-            pairs, _ = self._pair_rows(self._radix(move.source), move)
-            self._stays[move] = not len(pairs.source) and np.array_equal(
-                self.rows(move.source), self.rows(move.target)
-            )
-        return self._stays[move]
+        return self._stays(_of_any_chunk(move))
+
+    def _find_stays(self, move: Move) -> bool:
+        """Return `stays`."""
+        pairs, _ = self._pair_rows(self._radix(move.source), move)
+        return not len(pairs.source) and np.array_equal(
+            self.rows(move.source), self.rows(move.target)
+        )
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
         """See `AbstractRowsMoved`."""
-        move = _of_any_chunk(move)
-        if move not in self._ends:
-            self._ends[move] = self._find_ends(move)
-        return self._ends[move]
+        return self._ends(_of_any_chunk(move))
 
     def _find_ends(self, move: Move) -> tuple[Messages, Messages]:
         """Return what ranks send and receive in a movement.

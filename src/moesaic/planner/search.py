@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ from moesaic.planner.split import (
     near_splits,
     split_choices,
 )
-from moesaic.planner.step import StepModel, mean_of
+from moesaic.planner.step import mean_of
 from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
@@ -286,13 +286,13 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
     )
 
 
-_Programs = tuple[Program, Program, int | None]
-"""Both programs of a plan, and its memory budget: plans that have the same are one."""
+_Layer = tuple[Grid, Workload, Program, Program]
+"""A layout, the MoE layers and their two programs: plans that have the same are one."""
 
 
-def _programs(compiled: Compiled) -> _Programs:
-    """Return what tells a compiled plan from others."""
-    return compiled.forward, compiled.backward, compiled.plan.memory_budget
+def _layer_of(cost_model: SplitCostModel, compiled: Compiled) -> _Layer:
+    """Return the MoE layers of a plan on a layout, however the model is held."""
+    return cost_model.grid, cost_model.model.layer, compiled.forward, compiled.backward
 
 
 class _Search:
@@ -320,21 +320,21 @@ class _Search:
         self.split = split
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
-        self.ways: dict[Grid, list[SplitCostModel]] = {}
-        """Results of `_ways`: by layout, the ways of holding the model."""
-        self.step_models: dict[int, StepModel] = {}
-        """Results of `_step_model`, by dp."""
+        self._ways = cache(self._find_ways)
+        """Returns the ways of holding the model on a layout, in any order."""
         self.floors: dict[tuple[Grid, JobSplit], float] = {}
         """Results of `_floor`."""
         self.cluster = simulator.cluster
+        self._step_model = cache(partial(split.of(job).step_model, self.cluster))
+        """Returns the model of a step on some data-parallel groups, before it is split."""
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
-        self.times: dict[tuple[Grid, Workload, _Programs], tuple[Simulated, Simulated]] = {}
-        """Results of `_run`, by layout, MoE layer and programs."""
-        self.needs: dict[tuple[Grid, Workload, _Programs], tuple[float, float]] = {}
-        """Results of `_layer_bytes`, likewise."""
-        self.loaded: dict[tuple[Grid, JobSplit, _Programs], Memory] = {}
-        """Results of `_loaded`, by layout, split and programs."""
+        self.times: dict[_Layer, tuple[Simulated, Simulated]] = {}
+        """Results of `_run`."""
+        self.needs: dict[_Layer, tuple[float, float]] = {}
+        """Results of `_layer_bytes`."""
+        self.loaded: dict[tuple[JobSplit, _Layer], Memory] = {}
+        """Results of `_loaded`."""
         self.refusal = ""
         """Why the last plan that does not fit its layout does not."""
 
@@ -392,7 +392,7 @@ class _Search:
     def _smallest_simulated(self) -> tuple[Grid, float]:
         """Return the layout of the simulated plan that needs the fewest bytes per rank, and these
         bytes: under the given loads if there are any."""
-        needs = [(memory.total, grid) for (grid, _, _), memory in self.loaded.items()]
+        needs = [(memory.total, grid) for (_, (grid, *_)), memory in self.loaded.items()]
         if not needs:
             needs = [(each.step.memory.total, each.grid) for each in self._simulated()]
         num_bytes, smallest = min(needs, key=lambda need: need[0])
@@ -634,24 +634,15 @@ class _Search:
         one that holds least."""
         return sorted(self._ways(grid), key=_sent_and_held)
 
-    def _ways(self, grid: Grid) -> list[SplitCostModel]:
-        """Return the ways of holding the model on a layout, in any order."""
-        if grid not in self.ways:
-            alike = _alike(grid)
-            if alike != grid:
-                self.ways[grid] = [each.on(grid) for each in self._ways(alike)]
-                return self.ways[grid]
-            splits = list(holdings(grid, self.split)) if self.settings.most_stages else [self.split]
-            model = self._step_model(grid.dp)
-            first = SplitCostModel(self.job, grid, splits[0], self.simulator, model=model)
-            self.ways[grid] = [first, *map(first.held, splits[1:])]
-        return self.ways[grid]
-
-    def _step_model(self, dp: int) -> StepModel:
-        """Return the model of a step on `dp` data-parallel groups, before it is split."""
-        if dp not in self.step_models:
-            self.step_models[dp] = self.split.of(self.job).step_model(self.cluster, dp)
-        return self.step_models[dp]
+    def _find_ways(self, grid: Grid) -> list[SplitCostModel]:
+        """Return `_ways`."""
+        alike = _alike(grid)
+        if alike != grid:
+            return [each.on(grid) for each in self._ways(alike)]
+        splits = list(holdings(grid, self.split)) if self.settings.most_stages else [self.split]
+        model = self._step_model(grid.dp)
+        first = SplitCostModel(self.job, grid, splits[0], self.simulator, model=model)
+        return [first, *map(first.held, splits[1:])]
 
     def _floor(self, cost_model: SplitCostModel) -> float:
         """Return the lower bound on the step time of all plans of the space on a layout."""
@@ -662,21 +653,19 @@ class _Search:
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        layer = cost_model.model.layer
-        key = cost_model.grid, layer, _programs(compiled)
+        key = _layer_of(cost_model, compiled)
         if key not in self.times:
             self.times[key] = self.simulator.passes(
-                compiled.forward, compiled.backward, layer, compiled.grid
+                compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
             )
         return self.times[key]
 
     def _layer_bytes(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[float, float]:
         """Return the bytes that an MoE layer keeps and needs (`layer_bytes`) under a plan and even
         routing, however the model is held."""
-        layer = cost_model.model.layer
-        key = cost_model.grid, layer, _programs(compiled)
+        key = _layer_of(cost_model, compiled)
         if key not in self.needs:
-            self.needs[key] = layer_bytes(self.simulator, layer, compiled)
+            self.needs[key] = layer_bytes(self.simulator, cost_model.model.layer, compiled)
         return self.needs[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
@@ -749,7 +738,7 @@ class _Search:
     ) -> Memory:
         """Return the memory of a plan under counts, or without any under the MaxVio of the
         settings."""
-        key = cost_model.grid, cost_model.split, _programs(compiled)
+        key = cost_model.split, _layer_of(cost_model, compiled)
         if key not in self.loaded:
             layer = cost_model.model.layer
             memory_of = cost_model.memory
@@ -810,7 +799,7 @@ class _Search:
             for plan in (planned.plan, replace(planned.plan, chunks=1)):
                 choice = (planned.grid, plan, planned.split)
                 has_all_to_alls = planned.grid.ep > 1
-                if has_all_to_alls and plan.memory_budget is None and choice not in choices:
+                if has_all_to_alls and choice not in choices:
                     choices.append(choice)
         best = ranking[0].seconds
         for grid, plan, split in choices:

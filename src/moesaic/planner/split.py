@@ -34,6 +34,7 @@ from moesaic.planner.step import (
     StepCostModel,
     StepModel,
     alive_micro_batches,
+    hop_seconds,
 )
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
 from moesaic.planner.task_times import Simulated
@@ -347,20 +348,14 @@ class SplitCostModel:
         # the nodes of the first ranks of both stages
         node = stage * ranks // per_node
         next_node = next_stage * ranks // per_node
-        is_same_node = node == next_node
-        # values of `Link.carries` of the links between the two parts
-        carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
-
         model = self.model
-        num_bytes = model.layer.tokens * model.layer.dim * model.parameter_bytes
-        slowest = 0.0
-        for link in self.cluster.links:
-            if link.carries in carried:
-                rate = link.slowest(self.cluster.nodes)
-                # all ranks of the part behind the link send over it at once
-                latency = (link.latency_us + self.cluster.host.message_us) * 1e-6
-                slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
-        return slowest
+        return hop_seconds(
+            self.cluster,
+            model.layer.tokens * model.layer.dim * model.parameter_bytes,
+            ranks,
+            is_inside=node == next_node and ranks < per_node,
+            message_us=self.cluster.host.message_us,
+        )
 
     def memory(self, compiled: Compiled, sizes: CallSizes | None = None) -> Memory:
         """Return the memory of the rank that needs most; arguments as of `step_memory`."""

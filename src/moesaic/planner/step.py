@@ -679,16 +679,7 @@ class StepCostModel:
         num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / senders
 
         is_inside = world < self.cluster.devices_per_node
-        # values of `Link.carries` of the links between the two stages
-        carried = ("all", "inside" if is_inside else "outside")
-        slowest = 0.0
-        for link in self.cluster.links:
-            if link.carries in carried:
-                rate = link.slowest(self.cluster.nodes)
-                # all ranks behind the link send over it at once
-                seconds = num_bytes * min(link.devices, world) / rate + link.latency_us * 1e-6
-                slowest = max(slowest, seconds)
-        return slowest
+        return hop_seconds(self.cluster, num_bytes, world, is_inside=is_inside)
 
     @cached_property
     def around(self) -> dict[str, float]:
@@ -1334,6 +1325,29 @@ def _rows_out_of_run(layer: Workload, grid: Grid, run_devices: int) -> float:
     # weights in rows too: a matrix of an expert has `hidden` of them
     weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / num_runs)
     return min(2 * tokens, weights)
+
+
+def hop_seconds(
+    cluster: ClusterSpec, num_bytes: float, ranks: int, *, is_inside: bool, message_us: float = 0.0
+) -> float:
+    """Return the seconds in which all ranks of a stage send to those of the next one.
+
+    Args:
+        cluster: gives the links.
+        num_bytes: bytes that each rank sends.
+        ranks: ranks of a stage.
+        is_inside: whether both stages are on one node.
+        message_us: microseconds of each message on the host.
+    """
+    carried = ("all", "inside" if is_inside else "outside")
+    slowest = 0.0
+    for link in cluster.links:
+        if link.carries in carried:
+            rate = link.slowest(cluster.nodes)
+            # all ranks behind the link send over it at once
+            latency = (link.latency_us + message_us) * 1e-6
+            slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
+    return slowest
 
 
 def layer_passes(
