@@ -641,6 +641,8 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
 def _loss_bytes(model: StepModel, job: FinetuneJob) -> float:
     """Return the bytes of logits and of what the loss makes of them, where it needs most, and of
     the last norm's input in float32."""
+    kept_bytes: float
+    running_bytes: float
     kept_bytes, running_bytes = LOGIT_BYTES
     tokens = job.logits or model.layer.tokens
     if job.logits is None and model.stages > 1:
