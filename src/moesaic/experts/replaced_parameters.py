@@ -201,7 +201,7 @@ def _refuse_reads(succession: Succession) -> None:
     old = succession.old()
     if old is None:
         return
-    kind = type(old)
+    kind: Any = type(old)
     is_covered = False
 
     def read(parameter: nn.Parameter) -> Any:
@@ -215,10 +215,10 @@ def _refuse_reads(succession: Succession) -> None:
                     "was spread over ranks: it holds a parameter that is no longer in the model, "
                     "and would not train it: make the optimizer after parallelize"
                 )
-        return kind.grad.__get__(parameter)  # type: ignore[attr-defined]
+        return kind.grad.__get__(parameter)
 
     def write(parameter: nn.Parameter, value: Any) -> None:
-        kind.grad.__set__(parameter, value)  # type: ignore[attr-defined]
+        kind.grad.__set__(parameter, value)
 
     # an object's own property is one of its class
     old.__class__ = type(kind.__name__, (kind,), {"grad": property(read, write)})
