@@ -410,12 +410,19 @@ def _with_keys_of_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+EXPERT = re.compile("expert|moe", re.IGNORECASE)
+"""What names of fields about experts have in them."""
+
+
 def _refuse_dense(table: Mapping[str, Any], source: str) -> None:
     """Raise InputError if a configuration has the sizes of a model, and no experts."""
     if str(table.get("model_type")) in UNREADABLE:  # `_refuse_unread` says why
         return
-    # not the sizes of a model: `_sizes` says what is missing
-    if not all(_has(table, size) for size in ("dim", "num_layers", "num_heads")):
+    is_sized = all(_has(table, size) for size in ("dim", "num_layers", "num_heads"))
+    # another kind of model, with other names for its sizes, such as gpt2 or mamba
+    is_another = bool(table.get("model_type")) and _gives_size(table, "vocab_size")
+    mentions = any(value and EXPERT.search(name) for name, value in table.items())
+    if not is_sized and (mentions or not is_another):  # `_sizes` says what is missing
         return
     if not _has(table, "num_experts"):
         raise InputError(
