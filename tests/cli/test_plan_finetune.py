@@ -86,7 +86,7 @@ def refused(words: list[str], capsys) -> str:
 def test_what_does_not_fit_is_refused_with_what_does(capsys):
     words = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie"]
     assert (
-        "does not fit: needs 38.7 GiB of 24 on a device; smallest that fits: 4 such devices; "
+        "does not fit: needs 39.1 GiB of 24 on a device; smallest that fits: 4 such devices; "
         "or --method qlora"
     ) in refused([*words, "--method", "lora"], capsys)
 

@@ -166,10 +166,10 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     simulator = Simulator(cluster)
     cost_model = SplitCostModel(job, planned.grid, planned.split, simulator)
     compiled = compile_plan(planned.plan, planned.grid)
-    programs = compiled.forward, compiled.backward
-    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
-    passes = simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-    return cost_model.estimate_of(compiled, *passes).seconds, memory
+    passes = simulator.passes(
+        compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
+    )
+    return cost_model.estimate_of(compiled, *passes).seconds, cost_model.memory(compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
