@@ -236,10 +236,10 @@ def search(
     too_large: list[TooLargeError] = []
     refused: list[InputError] = []
     searches: list[_Search] = []
+    # a short search for each number of stages, since there are many
+    of_stages = replace(settings, refine=1, paired=0, finished_eps=0)
     for split in splits:
-        used = settings
-        if split.pp > 1:  # a short search, since there is one for each number of stages
-            used = replace(settings, refine=1, paired=0, finished_eps=0)
+        used = settings if split.pp == 1 else of_stages
         try:
             searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:
