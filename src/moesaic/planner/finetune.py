@@ -225,7 +225,8 @@ def predict_finetune(
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    sizes = dict(ranks=ranks, tokens=tokens, length=length, rank=rank, accumulation=accumulation)
+    sizes = {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank}
+    sizes["accumulation"] = accumulation
     _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
