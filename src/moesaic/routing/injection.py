@@ -39,7 +39,6 @@ from torch.autograd import Variable
 from moesaic.comm.transport import TURN
 from moesaic.errors import InputError
 from moesaic.kernels.operator import operator
-from moesaic.routing.gradient_scalers import note_unscaled
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
@@ -191,6 +190,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         task = torch._C._current_graph_task_id()
         if task != self._task:  # the first loss of this pass
             self._task = task
+            from moesaic.routing.gradient_scalers import note_unscaled
+
             self._begin(_trainable(layer))
             note_unscaled(self)
         # 0 without trainable parameters, and in passes beyond the number of the previous step
