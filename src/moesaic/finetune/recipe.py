@@ -96,10 +96,8 @@ def require(options: FinetuneOptions, world: int) -> None:
 
 
 def finetune(options: FinetuneOptions, world: int) -> Ended:
-    """Fine-tune a model; all ranks call it together, and the first one writes the results.
-
-    Returns:
-        whether a signal stopped it, after which it was saved.
+    """Fine-tune a model, and return how that ended; all ranks call it together, and the first one
+    writes the results.
 
     Raises:
         InputError: see `require`, `sequences` and `FinetuneFolder`; on all ranks, if they have
