@@ -56,8 +56,8 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
     assert sum("; recommended" in line for line in lines) == 1
     text = "\n".join(lines)
     for words in (
-        "logits and loss 0.",
-        "of 24",
+        "a block's activations 0.",
+        "of 24: experts 0.",
         "layers, one rank at a time",
         " likely; a step of 8,192 tokens takes ",
         "a second NIC",
@@ -110,8 +110,12 @@ def test_what_is_printed_is_of_the_recommended_split(capsys) -> None:
         assert words not in text
 
 
-def test_plan_and_busy_links_are_printed_where_experts_spread_are_recommended(capsys) -> None:
-    text = printed(["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "8xh100"], capsys)
+def test_plan_and_busy_links_are_printed_where_experts_spread_are_recommended(
+    command, tmp_path: Path, capsys
+) -> None:
+    one_layer = {**CONFIG, "num_hidden_layers": 1}  # no stages
+    (tmp_path / "config.json").write_text(json.dumps(one_layer))
+    text = printed(command, capsys)
     assert "recommended: experts spread: " in text
     for words in (
         "plan of the experts' messages: ",
@@ -165,11 +169,10 @@ def test_a_cluster_of_a_file_has_the_name_of_the_file_or_its_own(
 ) -> None:
     boxes = tmp_path / "boxes.toml"
     text = (resources.files("moesaic.planner") / "clusters" / "8x4090-pcie.toml").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("name =")]
-    boxes.write_text("\n".join(lines))
+    boxes.write_text(text)
     words = [*command[:-1], str(boxes)]
     assert " on boxes.toml: qlora" in printed(words, capsys)
-    boxes.write_text("\n".join(['name = "the two boxes"', *lines]))
+    boxes.write_text(f'name = "the two boxes"\n{text}')
     assert " on the two boxes: qlora" in printed(words, capsys)
 
 
@@ -236,8 +239,8 @@ def refused(words: list[str], capsys) -> str:
 def test_what_does_not_fit_is_refused_with_what_does(capsys):
     words = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie"]
     assert (
-        "does not fit: with experts spread, it needs 39.1 GiB of 24 on a device; smallest that fits: 4 such devices; "
-        "or --method qlora"
+        "does not fit: with experts spread, it needs 39.1 GiB of 24 on a device; smallest that "
+        "fits: 4 such devices; or --method qlora"
     ) in refused([*words, "--method", "lora"], capsys)
 
 

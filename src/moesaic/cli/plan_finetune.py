@@ -385,6 +385,7 @@ def _what_fits(
             fitting.append(f"--method {method}")
             break
     # the framework itself uses 1 GiB
-    needs = f"with experts spread, it needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
+    needed = _reserved(found.bytes) + 1
+    needs = f"with experts spread, it needs {needed:.1f} GiB of {memory:g} on a device"
     changes = "; or ".join(fitting) or "no single change that was tried"
     return f"{needs}; smallest that fits: {changes}"

@@ -415,9 +415,9 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
 
     Args:
         name: a preset, the path of a training configuration (TOML, or the JSON of a run folder), or
-            the path of the `config.json` of a Hugging Face model, or of its folder. Fields that change neither time
-            nor memory are ignored. A Hugging Face model has the default precision, one sequence per
-            rank and micro-batch, and about `TOKENS` tokens per step.
+            the path of the `config.json` of a Hugging Face model, or of its folder. Fields that
+            change neither time nor memory are ignored. A Hugging Face model has the default
+            precision, one sequence per rank and micro-batch, and about `TOKENS` tokens per step.
         seq_len: tokens per sequence; for Hugging Face models only.
         world: number of ranks; for Hugging Face models only.
 
