@@ -54,7 +54,7 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
     assert len(lines) <= 25
     assert max(map(len, lines)) <= WIDEST
     assert sum("; recommended" in line for line in lines) == 1
-    text = "\n".join(lines)
+    text = unfolded("\n".join(lines))
     for words in (
         "a block's activations 0.",
         "of 24: experts 0.",
@@ -69,7 +69,12 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
 def printed(words: list[str], capsys) -> str:
     """Return what a command prints, with folded lines whole again."""
     assert main(words) == 0
-    return capsys.readouterr().out.replace("\n      ", " ").replace("\n    ", " ")
+    return unfolded(capsys.readouterr().out)
+
+
+def unfolded(text: str) -> str:
+    """Return printed text with its folded lines whole again."""
+    return text.replace("\n      ", " ").replace("\n    ", " ")
 
 
 STAGES_WIN = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x4x4090-25gbe"]

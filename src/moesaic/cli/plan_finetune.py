@@ -19,7 +19,7 @@ from typing import Any
 from moesaic.cli.arguments import parse
 from moesaic.cli.output import folded
 from moesaic.cli.plan_search import JobOptions
-from moesaic.errors import InputError
+from moesaic.errors import InputError, counted
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.finetune import (
     CODED,
@@ -157,8 +157,8 @@ def _lines(
     ranks = sizes["ranks"]
     yield (
         f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, "
-        f"{sizes['tokens']:,} tokens in sequences of {sizes['length']:,} for each of {ranks} "
-        f"ranks, {sizes['accumulation']} micro-batches a step"
+        f"{sizes['tokens']:,} tokens in sequences of {sizes['length']:,} for each of "
+        f"{counted(ranks, 'rank')}, {sizes['accumulation']} micro-batches a step"
     )
     yield from _table(found, ranks)
     yield from _lines_of_best(cluster, found, sizes)
@@ -386,6 +386,7 @@ def _what_fits(
             break
     # the framework itself uses 1 GiB
     needed = _reserved(found.bytes) + 1
-    needs = f"with experts spread, it needs {needed:.1f} GiB of {memory:g} on a device"
+    which = "with experts spread, it " if cluster.world > 1 else ""
+    needs = f"{which}needs {needed:.1f} GiB of {memory:g} on a device"
     changes = "; or ".join(fitting) or "no single change that was tried"
     return f"{needs}; smallest that fits: {changes}"
