@@ -247,6 +247,8 @@ class HubShape(ModelShape):
     """Number of groups of experts that a token uses."""
     vocab: int = 1
     """Size of the vocabulary."""
+    positions: int | None = None
+    """Tokens of the longest sequence that the model was made for; None if it does not say."""
 
     def check_heads(self) -> None:
         """Accept heads of any width: our own block, for which `ModelShape` checks them, is not
@@ -328,6 +330,7 @@ def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) 
     """Return the model with the sizes of a configuration on one level."""
     kinds = _kinds(table, sizes)
     hidden = sizes["hidden"]
+    positions = table.get("max_position_embeddings")
     activation = str(table.get("mlp_hidden_act", ""))
     return HubShape(
         dim=sizes["dim"],
@@ -339,6 +342,7 @@ def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) 
         **attention_fields(table, sizes, kinds, seq_len),
         tied=bool(table.get("tie_word_embeddings", False)),
         vocab=sizes["vocab"],
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
         groups=sizes.get("groups", 1),
         top_groups=sizes.get("top_groups", 1),
         moe=MoEShape(
