@@ -12,7 +12,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import ProcessGroupGloo
 
 plain = ProcessGroupGloo.__init__
 
@@ -23,12 +23,17 @@ def device_of(process: int) -> Any:
     return ProcessGroupGloo.create_default_device()
 
 
-def share(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Make a group as torch does, but on the shared device."""
+def share(group: ProcessGroupGloo, *arguments: Any, **named: Any) -> None:
+    """Make a group as torch does, but on the shared device. Called in another way than torch 2.13
+    calls it, it leaves the group its own device."""
+    *of_group, timeout = (*arguments, *named.values())
+    if len(of_group) != 3 or not isinstance(timeout, timedelta):
+        plain(group, *arguments, **named)
+        return
     options = ProcessGroupGloo._Options()
     options._devices = [device_of(os.getpid())]
     options._timeout = timeout
-    plain(group, store, rank, size, options)
+    plain(group, *of_group, options)
 
 
 ProcessGroupGloo.__init__ = share  # type: ignore[method-assign]

@@ -220,8 +220,7 @@ def search(
             Empty for even routing.
         simulator: a simulator of this cluster that keeps what it computes for the caller; None for
             a new one.
-        progress: called from time to time with (current activity, number of items done, number of
-            items).
+        progress: called from time to time with (current activity, items done, all items).
 
     Raises:
         InputError: if no layout splits the job, or if no plan of the space fits a layout.

@@ -200,8 +200,7 @@ class Trainer:
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
         self._saving_group: str | bool = run.config.save.background
-        """Whether checkpoints are written in the background; with several ranks, the name of the
-        process group for it once there is one."""
+        """Whether checkpoints are written in the background; of several ranks, then their group."""
         self._begin_counts(run)
         self._metrics: Metrics | None = None
         """None on all ranks but the first."""
