@@ -51,7 +51,7 @@ def test_frozen_experts_take_four_bits_and_are_spread() -> None:
     assert (
         predict(method="qlora-double").parts["experts"] == experts * (0.5 + (1 + 4 / 256) / 64) / 4
     )
-    # A block's scales are in float32 while it runs, beside a copy of its experts, which FSDP2 makes.
+    # A block's scales are in float32 while it runs, beside a copy of its experts that FSDP2 makes.
     block, plain = (
         predict(method=name, logits=256).parts["a block's activations"]
         for name in ("qlora-double", "qlora")

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line, to_install
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
-from moesaic.train.signals import say_ends
+from moesaic.train.signals import name_command, say_ends
 
 DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The
 experts stay frozen, in four bits, and are spread over the ranks: one for each GPU, --ranks N
@@ -26,28 +26,39 @@ STEP_SECONDS = "600"
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    options = parse(FinetuneOptions, arguments, prog="moesaic finetune", description=DESCRIPTION)
-    for package in ("transformers", "peft"):
-        if find_spec(package) is None:
-            raise InputError(f"needs the package {package}: {to_install('.[finetune]')}")
-    if "RANK" not in os.environ:
-        return _start(options, arguments)
+    asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
+    if asks_for_help or "RANK" not in os.environ:
+        return _start(_options(arguments), arguments)
+    name_command("moesaic finetune")
     # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ["RANK"] == "0":
         say_ends("moesaic finetune")
     from moesaic.train.launch import launch
+    from moesaic.train.ranks import Ranks
 
     place = launch()
     try:
         with place.naming_dead_ranks(LOST):
-            _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
+            # read only now, so that one rank refuses for all
+            with Ranks.of_world().together():
+                options = _options(arguments)
+            is_done = _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
     except Exception as error:
         if place.fails_first(error):  # of several ranks that fail, the first one reports
             raise
         return 2 if isinstance(error, InputError) else 1
-    place.leave()
+    place.leave(was_stopped=not is_done)
     return 0
+
+
+def _options(arguments: Sequence[str]) -> FinetuneOptions:
+    """Return the options that a command line gives, if the packages that they need are there."""
+    options = parse(FinetuneOptions, arguments, prog="moesaic finetune", description=DESCRIPTION)
+    for package in ("transformers", "peft"):
+        if find_spec(package) is None:
+            raise InputError(f"needs the package {package}: {to_install('.[finetune]')}")
+    return options
 
 
 def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
@@ -93,8 +104,9 @@ def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str])
     return 0
 
 
-def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> None:
-    """Fine-tune on this rank, one of `world`, and say where the adapters are if it `says`."""
+def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> bool:
+    """Fine-tune on this rank, one of `world`, and say where the adapters are if it `says`. Return
+    whether the last step was taken; False after a signal."""
     from moesaic.finetune.recipe import finetune
 
     with warnings.catch_warnings():
@@ -103,3 +115,4 @@ def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> Non
     if says and is_done:
         merged = f", and merged in {options.out}/{MERGED}" if options.merge else ""
         print(in_one_line(f"done: adapters in {options.out}{merged}"))
+    return is_done

@@ -166,7 +166,8 @@ def _lines(
     where = "run"
     if cluster.nodes > 1:
         where += f" on each of {cluster.nodes} machines, HOST being the first one's name"
-    yield f"{where}: {_command(model, cluster, found, sizes)}"
+    yield f"{where}:"
+    yield f"    {_command(model, cluster, found, sizes)}"
 
     name, best = _best(found)
     yield (

@@ -9,6 +9,7 @@ than its share the busiest expert (here: ep rank) gets, relative to that share.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -182,6 +183,21 @@ class SearchOptions(JobOptions):
                 "out"
             )
         return simulator
+
+    @property
+    def asked(self) -> str:
+        """The flags, as typed in a shell, that say what the best layout of another system is for:
+        the model, the cluster, the sizes of a step, and what may fill the memory."""
+        default = SearchOptions()
+        words = []
+        for name in (*(field.name for field in fields(JobOptions)), "allow_lossy", "reserve_gib"):
+            value = getattr(self, name)
+            if value == getattr(default, name):
+                continue
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(shlex.quote(str(value)))
+        return " ".join(words)
 
     def counts(self) -> list[np.ndarray]:
         """Return tables of copies, each (groups, num_experts): the table of a file, or the `TABLES`

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.arguments import parse, value_of
 from moesaic.errors import InputError, in_one_line
-from moesaic.train.signals import say_ends
+from moesaic.train.signals import name_command, say_ends
 
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
@@ -93,16 +93,22 @@ def train_from(
     # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
     if not is_alone:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    name_command(command)
     if os.environ.get("RANK", "0") == "0":
         say_ends(command)
         print(f"{command}: loading PyTorch", flush=True)  # takes seconds
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
+    from moesaic.train.ranks import Ranks
     from moesaic.train.task import DECODER
 
     place = launch(_start_patience(arguments))
     try:
-        config = config or _configured(arguments, presets, command)  # on ranks, one refuses for all
+        with (
+            place.naming_dead_ranks("in the start; start the run again"),
+            Ranks.of_world().together(),  # what one rank refuses, all do
+        ):
+            config = config or _configured(arguments, presets, command)
         result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
         if place.fails_first(error):  # of several ranks that fail, the first one reports
@@ -114,7 +120,7 @@ def train_from(
             f"{result.folder}"
         )
         print(in_one_line(line))
-    place.leave()
+    place.leave(was_stopped=result.was_stopped)
     return 0
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -277,6 +278,8 @@ def _exchange(
 MISSING = "nothing"
 """Stands in messages for the value of a field that a rank does not have."""
 ADVICE = "start every rank with the same settings"
+MOST_HOSTS = 4
+"""Hosts that a message names."""
 """What to do about a difference, unless there is better advice."""
 
 
@@ -302,10 +305,10 @@ def check_same(
 
     Raises:
         InputError: on every rank, with the name of the first field that differs, its values and the
-            ranks that have them.
+            ranks that have them, with their hosts if there are several.
     """
     values = {name: as_text(value) for name, value in fields.items()}
-    text = json.dumps(values).encode()
+    text = json.dumps({"host": socket.gethostname(), "values": values}).encode()
     everyone = tuple(range(transport.world)) if peers is None else peers
     own_head = torch.tensor(_Head.of(values, text)).to(transport.device)
     heads = [_Head(*head.tolist()) for head in all_gather(transport, everyone, own_head)]
@@ -317,9 +320,12 @@ def check_same(
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(transport, everyone, padded.to(transport.device))
     values_of_ranks = {}
+    hosts = {}
     for rank, head, padded_text in zip(everyone, heads, texts):
-        values_of_ranks[rank] = json.loads(bytes(padded_text[: head.text_bytes].tolist()))
-    raise InputError(_difference(values_of_ranks, advice or {}))
+        received = json.loads(bytes(padded_text[: head.text_bytes].tolist()))
+        values_of_ranks[rank] = received["values"]
+        hosts[rank] = received["host"]
+    raise InputError(_difference(values_of_ranks, hosts, advice or {}))
 
 
 def as_text(value: object) -> str:
@@ -347,9 +353,13 @@ class _Head(NamedTuple):
         return cls(len(values), len(text), first_half, second_half)
 
 
-def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
+def _difference(
+    values_of_ranks: Mapping[int, Mapping[str, str]],
+    hosts: Mapping[int, str],
+    advice: Mapping[str, str],
+) -> str:
     """Describe the first field that differs, in the order of the first rank's fields, then of the
-    others' additional ones."""
+    others' additional ones; `hosts` are those of the ranks."""
     names = dict.fromkeys(name for fields in values_of_ranks.values() for name in fields)
     for name in names:
         ranks_by_value: dict[str | None, list[int]] = {}
@@ -357,15 +367,21 @@ def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mappin
             ranks_by_value.setdefault(fields.get(name), []).append(rank)
         if len(ranks_by_value) > 1:
             parts = [
-                f"{MISSING if value is None else value} on {_ranks_text(ranks)}"
+                f"{MISSING if value is None else value} on {ranks_in_words(ranks, hosts)}"
                 for value, ranks in ranks_by_value.items()
             ]
             return f"{name} differs: {', '.join(parts)}: {advice.get(name, ADVICE)}"
     raise AssertionError("the digests differ and the fields do not")
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """Write ascending ranks: "rank 3", "ranks 0-2", "ranks 0-2 and 5"."""
+def ranks_in_words(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """Return ascending ranks in words: "rank 3", "ranks 0-2", "ranks 0-2 and 5", or "ranks 4-7
+    (box2)" if there are several hosts.
+
+    Args:
+        ranks: the ranks to name.
+        hosts: the host of each rank of the run.
+    """
     runs: list[list[int]] = []  # of consecutive ranks
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -374,4 +390,9 @@ def _ranks_text(ranks: Sequence[int]) -> str:
             runs.append([rank])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {' and '.join(texts)}"
+    words = f"{noun} {' and '.join(texts)}"
+    if len(set(hosts.values())) == 1:
+        return words
+    named = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    more = f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else ""
+    return f"{words} ({', '.join(named[:MOST_HOSTS])}{more})"

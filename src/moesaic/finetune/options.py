@@ -30,7 +30,9 @@ FREE = (
 )
 """Options that may differ when a run is resumed. `ranks` is compared by the number of ranks
 themselves, `model` and `data` by their contents."""
-
+OF_A_RANK = ("model", "data", "out", "ranks", "memory_gib", "device")
+"""Options that may differ between ranks: paths of the same contents or folder, and what concerns
+one machine."""
 AT_LEAST_ONE = (
     "ranks",
     "pp",
@@ -120,6 +122,14 @@ class FinetuneOptions:
             )
         if not 0 < self.learning_rate < 1:
             raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Return the options that all ranks must have in common, by flag."""
+        return {
+            f"--{name.replace('_', '-')}": value
+            for name, value in asdict(self).items()
+            if name not in OF_A_RANK
+        }
 
     def kept(self, world: int) -> dict[str, Any]:
         """Return what a resumed run must have in common with the run, and the number of ranks."""

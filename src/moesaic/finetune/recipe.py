@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moesaic.comm.collectives import check_same
+from moesaic.comm.mesh import DeviceType, open_transport
 from moesaic.errors import InputError, in_one_line
 from moesaic.finetune.adapters import save_adapters
 from moesaic.finetune.checks import device_of, require_model
@@ -50,8 +52,10 @@ from moesaic.finetune.trainer import AdapterTrainer, FlyingTrainer, Keep, Show, 
 from moesaic.program.plan import Plan
 from moesaic.resuming import DamagedError
 from moesaic.train.launch import stop_requests
+from moesaic.train.machines import once_all_ended
 from moesaic.train.progress import TrainingProgress
-from moesaic.train.ranks import Ranks
+from moesaic.train.ranks import Ranks, require_same_settings
+from moesaic.train.shared_folder import require_shared
 from moesaic.transformers import (
     FourBitExpertsConfig,
     adopt_adapters,
@@ -67,6 +71,8 @@ from moesaic.weights.source import read_config, read_tokenizer, save_tokenizer, 
 
 COMPARES = {"auto": None, "yes": True, "no": False}
 """Whether --merge compares logits, by --logits; None if the size decides."""
+PACKAGES = ("moesaic", "torch", "transformers", "peft")
+"""Packages whose versions must be the same on all ranks."""
 FIXED = "moesaic_finetune"
 """Name of the plan of `--plan default` among transformers' implementations."""
 
@@ -85,25 +91,24 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         whether the run is done; False if a signal stopped it, after it was saved.
 
     Raises:
-        InputError: see `require`, `sequences` and `FinetuneFolder`.
+        InputError: see `require`, `sequences` and `FinetuneFolder`; on all ranks, if they have
+            other options, packages, data or models, or share no folder.
         TrainingError: the loss is no longer finite.
     """
-    require(options, world)
-    device = device_of(options)
     ranks = Ranks.of_world()
+    device = _require_together(options, ranks)
     cut = None  # the stage that this rank has, if there are several
     if options.pp > 1:
         ranks, cut = ranks_in_stages(options.pp, device)
     transformers.logging.set_verbosity_error()
     if not ranks.is_first:
         transformers.logging.disable_progress_bar()
-    source = source_folder(options.model)
-    tokenizer = read_tokenizer(source, options.model)
-    rows = sequences(options.data, tokenizer, options.length, options.batch)
-    contents = {}
     with ranks.together():
-        if ranks.is_first:
-            contents = {"data": hash_of(rows), "model": contents_of(source)}
+        source = source_folder(options.model)
+        tokenizer = read_tokenizer(source, options.model)
+        rows = sequences(options.data, tokenizer, options.length, options.batch)
+        contents = {"data": hash_of(rows), "model": contents_of(source)}
+    _require_same_contents(contents, rows)
     folder = FinetuneFolder(options, ranks, contents)
     try:
         start = folder.claim(say)
@@ -135,6 +140,34 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         return True
     finally:
         folder.release()
+
+
+def _require_together(options: FinetuneOptions, ranks: Ranks) -> DeviceType:
+    """Check that a run can succeed, and that its ranks ask for the same; return the type of their
+    devices."""
+    with ranks.together():
+        device = device_of(options)
+    require_same_settings({**options.of_all_ranks(), "device": device}, PACKAGES)
+    with ranks.together():
+        require(options, ranks.world)
+    require_shared(Path(options.out), ranks)
+    return device
+
+
+def _require_same_contents(contents: Mapping[str, str], rows: Tensor) -> None:
+    """Raise InputError on all ranks if their models or sequences, (sequences, length), differ,
+    under whatever names; `contents` has hashes of both."""
+    model = "the model in MODEL"
+    data = "what DATA holds"
+    fields = {
+        model: f"hash {contents['model'][:16]}",
+        data: f"{len(rows)} sequences with hash {contents['data'][:16]}",
+    }
+    advice = {
+        model: "give every rank the same model",
+        data: "give every rank the same data and tokenizer",
+    }
+    check_same(open_transport("cpu"), fields, advice=advice)
 
 
 def say(line: str) -> None:
@@ -298,8 +331,8 @@ class Run:
             if self._ranks.is_first:
                 resume = "" if options.resume else " and --resume"
                 progress.say(
-                    f"stopped by {keep.stopped_by} after step {step}, saved; go on with the "
-                    f"same command{resume}"
+                    f"stopped by {keep.stopped_by} after step {step}, saved; {once_all_ended()}go "
+                    f"on with the same command{resume}"
                 )
             return False
 

@@ -230,13 +230,8 @@ def predict_finetune(
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    sizes = {
-        "ranks": ranks,
-        "tokens": tokens,
-        "length": length,
-        "rank": rank,
-        "accumulation": accumulation,
-    }
+    sizes = {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank}
+    sizes["accumulation"] = accumulation
     _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
@@ -658,6 +653,8 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
 def _loss_bytes(model: StepModel, job: FinetuneJob) -> float:
     """Return the bytes of logits and of what the loss makes of them, where it needs most, and of
     the last norm's input in float32."""
+    kept_bytes: float
+    running_bytes: float
     kept_bytes, running_bytes = LOGIT_BYTES
     tokens = job.logits or model.layer.tokens
     if job.logits is None and model.stages > 1:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -41,7 +42,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from moesaic.comm.process_groups import set_timeout
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.train.config import TrainConfig
-from moesaic.train.signals import ENDS, end_by, is_ignored, leave_terminal
+from moesaic.train.machines import Machine
+from moesaic.train.signals import ENDS, RECEIVED, command_name, end_by, is_ignored, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -75,7 +77,8 @@ class Launch:
 
     def fails_first(self, error: Exception) -> bool:
         """Note that this process fails. Return whether it is the first one to fail, and should
-        therefore report the error.
+        therefore report the error. What all ranks refuse together, the first one of each machine
+        reports.
 
         The first failure is also recorded for torchrun, which prints it in its summary. If the
         store of the ranks is gone or cut off, every process reports its own error.
@@ -83,30 +86,56 @@ class Launch:
         if self._roll is None:
             return True
         try:
-            is_first = ask_store(self._roll.fail, ANSWER_SECONDS) == 1
+            fail = partial(self._roll.fail, is_refusal=isinstance(error, InputError))
+            reports = ask_store(fail, ANSWER_SECONDS) == 1
         except ConnectionError:
             return True
-        if is_first:
+        if reports:
             get_error_handler().record_exception(error)
-        return is_first
+        return reports
 
     def naming_dead_ranks(self, when: str) -> AbstractContextManager[None]:
         """Turn errors that the death of another rank caused into one line; see the function of this
         name."""
         return nullcontext() if self._roll is None else naming_dead_ranks(self._roll, when)
 
-    def leave(self) -> None:
+    def leave(self, *, was_stopped: bool = False) -> None:
         """End the process after a successful run; return if it is the only one.
+
+        If a signal came to the torchrun of other machines alone, that of this machine is ended too.
+        It would wait for those for five minutes, and a run that goes on would join it.
 
         It does not wait for the interpreter's shutdown, which takes a second. The shutdown may also
         crash while threads of process groups still run, and torchrun would then report a failure of
         a run that is saved.
+
+        Args:
+            was_stopped: whether a signal ended the run before its last step.
         """
         if self._roll is not None:
+            machine = Machine.of_several()
+            ends_torchrun = False
+            if machine is not None:
+                machine.say_ended(was_stopped=was_stopped)
+                ends_torchrun = was_stopped and _ends_torchrun(machine)
             dist.barrier()
+            if ends_torchrun:
+                os.kill(os.getppid(), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+
+def _ends_torchrun(machine: Machine) -> bool:
+    """Return whether this rank is to end its torchrun, which then passes the signal on to ranks
+    that have saved; all ranks of a run that was stopped call it together."""
+    was_asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(was_asked, (machine.number, bool(RECEIVED)))
+    if not machine.ends_torchrun(was_asked):
+        return False
+    with suppress(ValueError):  # outside the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return machine.local_rank == 0
 
 
 def launch(patience: float = TrainConfig.start_patience) -> Launch:
@@ -137,6 +166,9 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     roll = None
+    machine = Machine.of_several()
+    if machine is not None:
+        machine.say_waits()
     try:
         store = _open_store(rank, patience)
         roll, missing = meet(store, rank, world, patience)
@@ -154,6 +186,8 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         if not Launch(roll).fails_first(refusal):
             sys.exit(1)
         raise refusal from error
+    if machine is not None:
+        machine.say_met(roll.host_of(0))
     set_timeout(None, dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
@@ -320,7 +354,7 @@ def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
     clients wait for ever."""
 
     def end() -> None:
-        print(in_one_line(f"moesaic train: {line()}"), file=sys.stderr, flush=True)
+        print(in_one_line(f"{command_name()}: {line()}"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)
@@ -334,7 +368,7 @@ def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
 
 def _end_when_parent_is_gone(parent: int) -> None:
     """Wait until the parent process is gone, then ask this one to save and end by the signal that
-    the parent would have sent."""
+    the parent would have sent, unless it has: a second one would end it unsaved."""
     while os.getppid() == parent:
         time.sleep(1)
     print(
@@ -342,7 +376,8 @@ def _end_when_parent_is_gone(parent: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not RECEIVED:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_one_of_several() -> bool:
@@ -469,9 +504,12 @@ class Roll:
                 dead[rank] = self.fate(rank)
         return {0: self.fate(0)} if self._is_lost else dead
 
-    def fail(self) -> int:
-        """Note in the store that this rank fails; return how many have failed."""
+    def fail(self, *, is_refusal: bool = False) -> int:
+        """Note in the store that this rank fails; return how many have failed, or for a refusal how
+        many ranks of this host have refused."""
         number = self.store.add("roll/failures", 1)  # the counter's new value
+        if is_refusal:
+            number = self.store.add(f"roll/refusals/{socket.gethostname()}", 1)
         # it asks the store no more, so `outlast` of rank 0 need not wait for it
         self.store.set(f"roll/left/{self.rank}", "1")  # an empty entry reads as none
         return number
@@ -520,8 +558,12 @@ class Roll:
             self._processes[rank] = process
         return self._processes[rank]
 
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank that has signed."""
+        return self._process(rank).partition(" on ")[2]
+
     def _is_elsewhere(self, rank: int) -> bool:
-        return self._process(rank).partition(" on ")[2] != socket.gethostname()
+        return self.host_of(rank) != socket.gethostname()
 
 
 def is_of_lost_message(error: BaseException | None) -> TypeGuard[Exception]:
@@ -597,7 +639,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
             dead = ask_store(roll.dead, ANSWER_SECONDS)
         if dead:
             raise TrainingError(f"{_fates_in_words(dead)}, {when()}")
-        end_by(number, "moesaic train", says=roll.rank == 0)
+        end_by(number, says=roll.rank == 0)
 
     with suppress(ValueError):
         return {kind: signal.signal(kind, end) for kind in ENDS if not is_ignored(kind)}
@@ -613,12 +655,14 @@ def stop_requests() -> Iterator[list[str]]:
     ignores it.
     """
     received: list[str] = []
+    RECEIVED.clear()
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
         """Note a signal. A second SIGINT or SIGTERM has its usual effect; after SIGHUP the terminal
         is gone."""
         received.append(signal.Signals(number).name)
+        RECEIVED.append(received[-1])
         if number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, before[signal.Signals(number)])
         else:

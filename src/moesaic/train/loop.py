@@ -46,6 +46,7 @@ from moesaic.train.config import TrainConfig
 from moesaic.train.evaluate import evaluate, largest_parameter
 from moesaic.train.launch import stop_requests
 from moesaic.train.machine import autocast, matmul_flops_per_second
+from moesaic.train.machines import once_all_ended
 from moesaic.train.metrics import Metrics
 from moesaic.train.numbers import (
     LossSpikeError,
@@ -59,6 +60,7 @@ from moesaic.train.numbers import (
 from moesaic.train.optimizer import learning_rate
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.progress import Clock, TrainingProgress, status
+from moesaic.train.ranks import require_same_config
 from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.run_folder import CHECKPOINTS
 from moesaic.train.state import RunState, open_run
@@ -113,6 +115,7 @@ def train(
             console.print(in_one_line(line), highlight=False, markup=False, soft_wrap=True)
 
     with _watch_start(config) as watch, watch.long():
+        require_same_config(config)  # before ranks do different things, which would hang
         is_planned = bool(config.planner.plan)  # which `with_planned` empties
         config = with_planned(config, say)
         check_routing(config)
@@ -265,8 +268,8 @@ class Trainer:
                         val_loss = self._evaluate()
                 if is_early:
                     progress.say(
-                        f"stopped by {stopped_by} after step {state.step}, saved; go on with "
-                        f"{state.resume_command()}"
+                        f"stopped by {stopped_by} after step {state.step}, saved; "
+                        f"{once_all_ended()}go on with {state.resume_command()}"
                     )
         finally:
             if self._metrics is not None:
@@ -445,7 +448,7 @@ class Trainer:
         # reduce gradients, so it may only come when all micro-batches have run forward.
         passes = micro_batches(model, count, hold=state.hold)
         allowed = next(passes)  # number of the last micro-batch that was let run
-        for losses in in_flight(loss_of, range(count)):
+        for losses in in_flight(loss_of, range(count), at_once=2):
             newest = len(auxiliary) - 1  # number of the last one that has run forward
             while allowed < newest:
                 allowed = next(passes)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moesaic.comm.collectives import check_same
+from moesaic.comm.collectives import check_same, ranks_in_words
 from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.comm.process_groups import keep_timeout
 from moesaic.errors import InputError, TrainingError
@@ -183,7 +185,8 @@ class Ranks:
         """If any rank raises in the block, raise on all ranks.
 
         Raises:
-            InputError, TrainingError: the error of the lowest rank that raised one, on every rank.
+            InputError, TrainingError: the error of the lowest rank that raised one, on every rank,
+                with the ranks that raised it if the run is on several hosts.
         """
         refusal: InputError | TrainingError | None = None
         try:
@@ -197,11 +200,17 @@ class Ranks:
         own_report = None
         if refusal is not None:
             own_report = (type(refusal) is InputError, str(refusal))
-        for report in self.gathered(own_report):
-            if report is not None:
-                is_input_error, text = report
-                kind = InputError if is_input_error else TrainingError
-                raise kind(text) from refusal
+        hosts, reports = self.of_hosts(own_report)
+        raised = [rank for rank, report in enumerate(reports) if report is not None]
+        if not raised:
+            return
+        first = reports[raised[0]]
+        is_input_error, text = first
+        same = [rank for rank in raised if reports[rank] == first]
+        if len(set(hosts.values())) > 1 and len(same) < self.world:
+            text += f" (on {ranks_in_words(same, hosts)})"
+        kind = InputError if is_input_error else TrainingError
+        raise kind(text) from refusal
 
     def require_same(self, what: str, value: object, advice: str) -> None:
         """Raise InputError on every rank if the ranks' values differ.
@@ -210,10 +219,18 @@ class Ranks:
             what: what the value is, for the message.
             advice: what to do, for the message.
         """
-        values = self.gathered(value)
+        hosts, values = self.of_hosts(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise InputError(f"{what} differs between rank 0 and rank {rank}: {advice}")
+                first = ranks_in_words([0], hosts)
+                another = ranks_in_words([rank], hosts)
+                raise InputError(f"{what} differs between {first} and {another}: {advice}")
+
+    def of_hosts(self, value: Any) -> tuple[dict[int, str], list[Any]]:
+        """Return the hosts of all ranks, and their values, by rank."""
+        gathered = self.gathered((socket.gethostname(), value))
+        hosts = {rank: host for rank, (host, _) in enumerate(gathered)}
+        return hosts, [value_of_rank for _, value_of_rank in gathered]
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         """Return a tensor reduced over all ranks, in a copy: the ranks' own ones stay."""
@@ -222,14 +239,45 @@ class Ranks:
         return result
 
 
-def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
-    """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
+def require_same_settings(fields: Mapping[str, object], packages: Sequence[str]) -> None:
+    """Check that all ranks of the process group were started with the same settings and versions.
+
+    Args:
+        fields: the settings by name.
+        packages: names of packages whose versions are compared.
+
+    Raises:
+        InputError: on every rank; see `check_same`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    versions = {f"the version of {name}": _version(name) for name in packages}
+    advice = dict.fromkeys(versions, "install the same version on every machine")
+    # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for
+    # this.
+    check_same(open_transport("cpu"), {**fields, **versions}, advice=advice)
+
+
+def _version(package: str) -> str:
+    """Return the version of a package, without what follows "+", such as that of CUDA."""
+    return str(import_module(package).__version__).partition("+")[0]
+
+
+def require_same_config(config: TrainConfig) -> None:
+    """Check that all ranks of the process group were started with the same configuration.
+
+    Raises:
+        InputError: on every rank; see `check_same`.
+    """
     # The number of CPU threads may differ between machines; everything else is the same on all
     # ranks.
     common = replace(config, threads=None)
-    # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for
-    # this.
-    check_same(open_transport("cpu"), _flat(asdict(common)))
+    require_same_settings(_flat(asdict(common)), ["moesaic", "torch"])
+
+
+def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
+    """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
+    require_same_config(config)
     mesh_config = config.mesh
     world = dist.get_world_size()
     stages = None

@@ -13,6 +13,7 @@ import random
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from moesaic.train.run_folder import (
     read_config,
     unwritable,
 )
+from moesaic.train.shared_folder import require_shared
 from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
@@ -249,6 +251,7 @@ def _find_start(
 
     resume_point = _find_resume_point(config, device, ranks, claim, say, announce)
     saved, dtype = ranks.from_first(resume_point)
+    require_shared(claim.path, ranks)
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
 
     announce(f"{claim.path.name}: reading the data")
@@ -257,7 +260,19 @@ def _find_start(
         if ranks.is_first:
             base = _find_base(config, saved, say)
     base = ranks.from_first(base)
+    if base is not None:
+        _require_same_base(base, ranks)
     return _Start(config, ranks, device=device, dtype=dtype, saved=saved, base=base)
+
+
+def _require_same_base(base: Checkpoint, ranks: Ranks) -> None:
+    """Raise InputError on all ranks if they see different checkpoints under the path of a base."""
+    own = ""
+    with suppress(OSError):  # a rank that sees none differs from the first one
+        own = identity(base)
+    ranks.require_same(
+        f"the checkpoint {base.folder}", own, "give every rank the same run in adapters.base"
+    )
 
 
 def _make_model(
@@ -331,6 +346,11 @@ def _read_data(
         )
     ranks.require_same(
         "the training data", data.fingerprint, "give every rank the same files in data.path"
+    )
+    ranks.require_same(
+        "the validation data",
+        fingerprint(data.corpus.val),
+        "give every rank the same files in data.path and data.val",
     )
     return data
 

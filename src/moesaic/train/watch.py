@@ -57,6 +57,7 @@ from moesaic.train.launch import (
 )
 from moesaic.train.numbers import in_words
 from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
+from moesaic.train.signals import command_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -356,7 +357,7 @@ class Watch:
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.write(HANG, json.dumps(table, indent=1))
-        print(in_one_line(f"moesaic train: {line}"), file=sys.stderr, flush=True)
+        print(in_one_line(f"{command_name()}: {line}"), file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
         except TrainingError as error:
