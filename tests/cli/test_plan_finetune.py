@@ -56,14 +56,15 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
     assert sum("; recommended" in line for line in lines) == 1
     text = unfolded("\n".join(lines))
     for words in (
-        "its fullest rank: 0.",
+        "logits and loss 0.",
         "of 24: experts 0.",
         "layers, one rank at a time",
         " likely; a step of 8,192 tokens takes ",
         "a second NIC",
-        "run on each of 2 machines, HOST being the first one's name: torchrun --nnodes 2",
     ):
         assert words in text
+    command_line = lines.index("run on each of 2 machines, HOST being the first one's name:") + 1
+    assert lines[command_line].startswith("    torchrun --nnodes 2 ")
 
 
 def printed(words: list[str], capsys) -> str:
@@ -193,8 +194,8 @@ def test_the_folder_of_a_model_is_read(command, tmp_path: Path, capsys) -> None:
 
 def test_unknown_ports_of_known_cards_are_refused_with_the_known_ones(command, capsys) -> None:
     assert (
-        "ports of 10, 25 and 100 Gb/s are: choose one of 2x4x4090-10gbe, 2x4x4090-25gbe, "
-        "2x4x4090-100gbe"
+        "'2x4x4090-1gbe' is unknown: a port has 10, 25 or 100 Gb/s: choose one of "
+        "2x4x4090-10gbe, 2x4x4090-25gbe, 2x4x4090-100gbe"
     ) in refused([*command[:-1], "2x4x4090-1gbe"], capsys)
 
 

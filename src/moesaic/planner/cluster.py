@@ -666,8 +666,8 @@ def _near_cluster(name: str) -> str:
     if re.fullmatch(r"\d+(?:gbe|g|gbit)?", port) and _is_cards(f"{cards_of_name}-25gbe"):
         names = [f"{cards_of_name}-{each}gbe" for each in PORTS]
         return (
-            f": its cards are known, and ports of {', '.join(PORTS[:-1])} and {PORTS[-1]} Gb/s "
-            f"are: choose one of {', '.join(names)}"
+            f": a port has {', '.join(PORTS[:-1])} or {PORTS[-1]} Gb/s: choose one of "
+            f"{', '.join(names)}"
         )
     for link in ("25gbe", "pcie"):  # of several machines, of one
         cards = CARDS.fullmatch(f"{name}-{link}")

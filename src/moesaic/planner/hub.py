@@ -247,8 +247,9 @@ class HubShape(ModelShape):
     """Number of groups of experts that a token uses."""
     vocab: int = 1
     """Size of the vocabulary."""
-    positions: int | None = None
-    """Tokens of the longest sequence that the model was made for; None if it does not say."""
+    positions: int | None = field(default=None, compare=False)
+    """Tokens of the longest sequence that the model was made for; None if it does not say. It
+    changes no size."""
 
     def check_heads(self) -> None:
         """Accept heads of any width: our own block, for which `ModelShape` checks them, is not
