@@ -268,6 +268,8 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
         # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
         "src/moesaic/train/launch.py",
+        # reads GROUP_RANK, LOCAL_RANK and their like: which machine this is, of how many
+        "src/moesaic/train/machines.py",
         # reads WORLD_SIZE: how many ranks were started
         "src/moesaic/transformers/expert_parallel.py",
         "lab/moesaic_lab/chaos/planted.py",  # sets, as a launcher does, what its ranks are to read

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import MISSING, fields
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -361,6 +362,35 @@ def test_several_machines_meet_by_a_backend() -> None:
         if "--rdzv-backend c10d" not in before
     ]
     assert alone == []
+
+
+def _is_module(package: str, name: str) -> bool:
+    """Return whether a package has a module of that name."""
+    return (
+        hasattr(import_module(package), "__path__") and find_spec(f"{package}.{name}") is not None
+    )
+
+
+def test_code_of_pages_imports_names_that_there_are() -> None:
+    """Also that of blocks that are parts of the package, which `test_every_python_block...` does
+    not run."""
+    missing = []
+    for page in PAGES:
+        if page.name == "log.md":
+            continue
+        codes = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        own = {name for code in codes for name in re.findall(r"^# src/(\S+)\.py", code)}
+        for module, names in re.findall(
+            r"^ *from (moesaic[\w.]*) import (\([^)]*\)|[^\n(]+)", "\n".join(codes), re.MULTILINE
+        ):
+            if module.replace(".", "/") in own:
+                continue
+            found = import_module(module)
+            for name in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names)):
+                is_own = f"{module}.{name}".replace(".", "/") in own
+                if not is_own and not hasattr(found, name) and not _is_module(module, name):
+                    missing.append((page.name, module, name))
+    assert missing == []
 
 
 def test_commands_are_found_in_every_kind_of_block() -> None:

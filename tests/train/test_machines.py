@@ -20,10 +20,11 @@ from forked import Forked
 from helpers import refused
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.train import launch, ranks, signals, state
+from moesaic.train import launch, ranks, state
 from moesaic.train.checkpoint import SUMS
 from moesaic.train.config import TrainConfig
 from moesaic.train.data import Corpus
+from moesaic.train.launch import stop_requests
 from moesaic.train.machines import Machine, once_all_ended
 from moesaic.train.ranks import Ranks, require_same_config
 from moesaic.train.shared_folder import require_shared
@@ -48,11 +49,10 @@ def second(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECOND_OF_TWO.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "boxb")
-    monkeypatch.setattr(signals, "_COMMAND", ["moesaic finetune"])
 
 
 def say_all() -> None:
-    machine = Machine.of_several()
+    machine = Machine.of_several("moesaic finetune")
     assert machine is not None
     machine.say_waits()
     machine.say_met("boxa")
@@ -87,7 +87,7 @@ def test_the_machine_of_the_first_rank_says_only_that_it_waits(capsys, monkeypat
 def test_one_machine_says_nothing_of_machines(monkeypatch):
     for name, value in (SECOND_OF_TWO | {"GROUP_WORLD_SIZE": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert Machine.of_several() is None
+    assert Machine.of_several("moesaic finetune") is None
     assert once_all_ended() == ""
 
 
@@ -102,7 +102,13 @@ def test_one_machine_says_nothing_of_machines(monkeypatch):
 )
 def test_torchrun_ends_where_only_that_of_another_machine_got_the_signal(asked, ends):
     machines = [
-        Machine(number=number, local_rank=0, ranks=range(2 * number, 2 * number + 2), world=4)
+        Machine(
+            command="",
+            number=number,
+            local_rank=0,
+            ranks=range(2 * number, 2 * number + 2),
+            world=4,
+        )
         for number in range(2)
     ]
     assert [machine.ends_torchrun(asked) for machine in machines] == ends
@@ -119,24 +125,30 @@ with stop_requests():
 """
 
 
-def test_a_second_signal_names_the_command_and_does_not_say_that_no_step_ran():
+def test_a_second_signal_names_the_command_and_says_that_nothing_is_saved():
     ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM
     assert ended.stderr == (
-        "moesaic finetune: ended by SIGTERM after SIGTERM, which the run had not yet followed: "
-        "checkpoints that were saved stay\n"
+        "moesaic finetune: ended by SIGTERM without saving: checkpoints that were saved stay\n"
     )
 
 
-@pytest.mark.parametrize("received", [[], ["SIGTERM"]])
-def test_a_rank_that_saves_since_a_signal_came_goes_on_when_torchrun_is_gone(received):
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_rank_that_saves_since_a_signal_came_goes_on_when_torchrun_is_gone(has_come):
+    kill = os.kill
     sent: list[int] = []
-    with (
-        patch.object(launch, "RECEIVED", received),
-        patch.object(launch.os, "kill", lambda process, kind: sent.append(kind)),
-    ):
-        launch._end_when_parent_is_gone(-1)
-    assert sent == ([] if received else [signal.SIGTERM])
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with (
+            stop_requests() as received,
+            patch.object(launch.os, "kill", lambda process, kind: sent.append(kind)),
+        ):
+            if has_come:
+                kill(os.getpid(), signal.SIGTERM)
+            launch._end_when_parent_is_gone(-1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (received, sent) == ((["SIGTERM"], []) if has_come else ([], [signal.SIGTERM]))
 
 
 def other_validation_data(world: Ranks) -> str:

@@ -47,7 +47,7 @@ def test_a_signal_before_the_first_step_says_one_line_and_ends_the_process_by_it
     _, said = process.communicate(timeout=60)
     assert process.returncode == -kind
     assert said == (
-        f"moesaic train: ended by {kind.name} while no step ran: checkpoints that were saved stay\n"
+        f"moesaic train: ended by {kind.name} without saving: checkpoints that were saved stay\n"
     )
 
 

@@ -29,6 +29,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import moesaic.transformers
 from allocated import Allocated
+from moesaic.errors import InputError
+from moesaic.finetune.checks import _require_memory
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.recipe import adapted
@@ -45,6 +47,7 @@ from moesaic.planner.finetune import (
 )
 from moesaic.planner.hub import read_shape
 from moesaic.planner.job import DataShape
+from moesaic.planner.rank_memory import GIB
 from moesaic.program.plan import Plan
 from moesaic.transformers.in_flight import both, halves
 from worlds import on_ranks
@@ -312,3 +315,37 @@ def _hold_stages_to_their_peak(tmp_path: Path, world: int, stages: int) -> None:
             for found in of_ranks[stage * width : (stage + 1) * width]:
                 peak = found[place]
                 assert sum(parts.values()) == pytest.approx(peak, rel=0.05), (stage, in_flight)
+
+
+def test_a_run_starts_if_its_halves_in_flight_fit(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**{**SIZES, **OURS, "hidden_size": 2048, "moe_intermediate_size": 1024})
+    config.save_pretrained(tmp_path)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()), "", seq_len=LENGTH)
+    whole, flying = (
+        predict_finetune(
+            shape,
+            ranks=2,
+            memory_bytes=None,
+            tokens=64 * LENGTH,
+            length=LENGTH,
+            method="qlora",
+            rank=RANK,
+            logits=LOSS_TOKENS,
+            projections=4,
+            in_flight=in_flight,
+        ).bytes
+        for in_flight in IN_FLIGHT
+    )
+    options = FinetuneOptions(
+        model=str(tmp_path),
+        data="",
+        rank=RANK,
+        length=LENGTH,
+        micro_batch=64,
+        batch=128,
+        # between the two, with fragments and what the framework uses
+        memory_gib=1.05 * (whole + flying) / 2 / GIB + 1,
+    )
+    _require_memory(replace(options, micro_batches_in_flight=2), 2, tmp_path)
+    with pytest.raises(InputError, match="each of 2 ranks would need"):
+        _require_memory(options, 2, tmp_path)

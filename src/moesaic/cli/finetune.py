@@ -8,11 +8,15 @@ import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line, to_install
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
-from moesaic.train.signals import name_command, say_ends
+from moesaic.train.signals import say_ends
+
+if TYPE_CHECKING:
+    from moesaic.finetune.recipe import Ended
 
 DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The
 experts stay frozen, in four bits, and are spread over the ranks: one for each GPU, --ranks N
@@ -29,7 +33,6 @@ def run(arguments: Sequence[str]) -> int:
     asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
     if asks_for_help or "RANK" not in os.environ:
         return _start(_options(arguments), arguments)
-    name_command("moesaic finetune")
     # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ["RANK"] == "0":
@@ -37,18 +40,18 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.launch import launch
     from moesaic.train.ranks import Ranks
 
-    place = launch()
+    place = launch(command="moesaic finetune")
     try:
         with place.naming_dead_ranks(LOST):
             # read only now, so that one rank refuses for all
             with Ranks.of_world().together():
                 options = _options(arguments)
-            is_done = _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
+            ended = _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
     except Exception as error:
         if place.fails_first(error):  # of several ranks that fail, the first one reports
             raise
         return 2 if isinstance(error, InputError) else 1
-    place.leave(was_stopped=not is_done)
+    place.leave(was_stopped=ended.was_stopped, got_signal=ended.got_signal)
     return 0
 
 
@@ -104,15 +107,15 @@ def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str])
     return 0
 
 
-def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> bool:
+def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> Ended:
     """Fine-tune on this rank, one of `world`, and say where the adapters are if it `says`. Return
-    whether the last step was taken; False after a signal."""
+    how the run has ended."""
     from moesaic.finetune.recipe import finetune
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between transformers and PEFT
-        is_done = finetune(options, world)
-    if says and is_done:
+        ended = finetune(options, world)
+    if says and not ended.was_stopped:
         merged = f", and merged in {options.out}/{MERGED}" if options.merge else ""
         print(in_one_line(f"done: adapters in {options.out}{merged}"))
-    return is_done
+    return ended

@@ -54,7 +54,7 @@ class JobOptions:
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A model (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, gpt-oss-120b, deepseek-v3), a preset of
     moesaic train (demo, gpt-small, ...), a training configuration (TOML, or the config.json of a
-    run), or the config.json of a Hugging Face model."""
+    run), or the config.json of a Hugging Face model, or its folder."""
     cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile
     wrote; docs/planning.md lists both."""
@@ -94,7 +94,7 @@ class JobOptions:
             names = ", ".join(CONFIGS)
             raise InputError(
                 f"--model is missing: name one ({names}), a training configuration, or a model's "
-                "config.json"
+                "config.json or its folder"
             )
         if not self.cluster:
             raise InputError(

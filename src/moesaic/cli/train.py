@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.arguments import parse, value_of
 from moesaic.errors import InputError, in_one_line
-from moesaic.train.signals import name_command, say_ends
+from moesaic.train.signals import say_ends
 
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
@@ -93,7 +93,6 @@ def train_from(
     # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
     if not is_alone:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    name_command(command)
     if os.environ.get("RANK", "0") == "0":
         say_ends(command)
         print(f"{command}: loading PyTorch", flush=True)  # takes seconds
@@ -102,7 +101,7 @@ def train_from(
     from moesaic.train.ranks import Ranks
     from moesaic.train.task import DECODER
 
-    place = launch(_start_patience(arguments))
+    place = launch(_start_patience(arguments), command)
     try:
         with (
             place.naming_dead_ranks("in the start; start the run again"),
@@ -120,7 +119,7 @@ def train_from(
             f"{result.folder}"
         )
         print(in_one_line(line))
-    place.leave(was_stopped=result.was_stopped)
+    place.leave(was_stopped=result.was_stopped, got_signal=result.got_signal)
     return 0
 
 

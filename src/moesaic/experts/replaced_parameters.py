@@ -201,8 +201,7 @@ def _refuse_reads(succession: Succession) -> None:
     old = succession.old()
     if old is None:
         return
-    kind = type(old)
-    gradient: Any = kind.grad  # torch's property
+    kind: Any = type(old)
     is_covered = False
 
     def read(parameter: nn.Parameter) -> Any:
@@ -216,10 +215,10 @@ def _refuse_reads(succession: Succession) -> None:
                     "was spread over ranks: it holds a parameter that is no longer in the model, "
                     "and would not train it: make the optimizer after parallelize"
                 )
-        return gradient.__get__(parameter)
+        return kind.grad.__get__(parameter)
 
     def write(parameter: nn.Parameter, value: Any) -> None:
-        gradient.__set__(parameter, value)
+        kind.grad.__set__(parameter, value)
 
     # an object's own property is one of its class
     old.__class__ = type(kind.__name__, (kind,), {"grad": property(read, write)})

@@ -16,6 +16,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ FIXED = "moesaic_finetune"
 """Name of the plan of `--plan default` among transformers' implementations."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a run has ended."""
+
+    was_stopped: bool = False
+    """Whether a signal ended it before its last step."""
+    got_signal: bool = False
+    """Whether this rank itself got that signal."""
+
+
 def require(options: FinetuneOptions, world: int) -> None:
     """Raise InputError if a run cannot succeed; reads no weights, and writes nothing."""
     require_data(options.data)
@@ -84,11 +95,9 @@ def require(options: FinetuneOptions, world: int) -> None:
     require_model(options, world)
 
 
-def finetune(options: FinetuneOptions, world: int) -> bool:
-    """Fine-tune a model; all ranks call it together, and the first one writes the results.
-
-    Returns:
-        whether the run is done; False if a signal stopped it, after it was saved.
+def finetune(options: FinetuneOptions, world: int) -> Ended:
+    """Fine-tune a model, and return how that ended; all ranks call it together, and the first one
+    writes the results.
 
     Raises:
         InputError: see `require`, `sequences` and `FinetuneFolder`; on all ranks, if they have
@@ -117,8 +126,9 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         model.peft_config["default"].base_model_name_or_path = options.model
         folder.begin()  # only now, so that a run that cannot load leaves nothing
         run = Run(options, model, folder, ranks, device)
-        if not run.train(rows, start):
-            return False
+        ended = run.train(rows, start)
+        if ended.was_stopped:
+            return ended
         folder.place("results", partial(_save_results, model, tokenizer, ranks))
         if options.merge:
             run.restore_logits()
@@ -137,7 +147,7 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
                 )
 
             folder.place("merged", merge, within=MERGED)
-        return True
+        return ended
     finally:
         folder.release()
 
@@ -290,9 +300,8 @@ class Run:
                 flies=options.micro_batches_in_flight == 2,
             )
 
-    def train(self, rows: Tensor, start: Path | None) -> bool:
-        """Train, from a checkpoint if one is given. Return whether the last step was taken; False
-        after a signal.
+    def train(self, rows: Tensor, start: Path | None) -> Ended:
+        """Train, from a checkpoint if one is given. Return how the training has ended.
 
         Args:
             rows: (sequences, length), the same on all ranks.
@@ -315,7 +324,7 @@ class Run:
             loss_of=None if self.staged is None else self.staged.loss,
         )
         if done >= steps:
-            return True
+            return Ended()
 
         with (
             TrainingProgress(steps, done, label="fine-tuning") as progress,
@@ -327,14 +336,14 @@ class Run:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
             step = trainer.state.global_step
             if keep.stopped_by is None or step >= steps:
-                return True
+                return Ended()
             if self._ranks.is_first:
                 resume = "" if options.resume else " and --resume"
                 progress.say(
                     f"stopped by {keep.stopped_by} after step {step}, saved; {once_all_ended()}go "
                     f"on with the same command{resume}"
                 )
-            return False
+            return Ended(was_stopped=True, got_signal=bool(signals))
 
     def _trainer(
         self, rows: Tensor, callbacks: list[transformers.TrainerCallback]

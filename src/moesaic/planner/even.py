@@ -161,8 +161,6 @@ class Even(AbstractVolumes):
         self._ends = cache(self._find_ends)
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
         """Results of `movements`, by kind of rows, movement, codec, all-to-all and hop."""
-        self._checked: set[tuple[str, int, int, bool]] = set()
-        """What `check_regular` has found regular: all-to-all, nodes, ranks of a node, in steps."""
 
     @property
     def num_actors(self) -> int:
@@ -218,12 +216,9 @@ class Even(AbstractVolumes):
         link = task.link if task.op is Op.HOP else ""  # the all-to-all that a hop is a step of
         key = (source.kind, move, codec, link, task.hop)
         if key not in self._movements:
-
-            def num_bytes(rows: float) -> float:
-                """Return the bytes of rows."""
-                return row_bytes(source, codec, rows, self.layer)
-
-            self._movements[key] = self._compute_movements(task, move, num_bytes)
+            self._movements[key] = self._compute_movements(
+                task, move, lambda rows: row_bytes(source, codec, rows, self.layer)
+            )
         return self._movements[key]
 
     def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
@@ -384,9 +379,7 @@ class Even(AbstractVolumes):
         outside_node = group - digits.local
         nodes = digits.product(outside_node)
         per_node = digits.product(group & digits.local)
-        if (name, nodes, per_node, in_steps) not in self._checked:
-            check_regular(link, name, nodes, per_node, in_steps=in_steps)
-            self._checked.add((name, nodes, per_node, in_steps))
+        check_regular(link, name, nodes, per_node, in_steps=in_steps)
         # paths of some all-to-alls depend on groups of so many neighbouring nodes
         nodes_per_group = link.nodes_per_group(nodes)
         if nodes_per_group <= 1:

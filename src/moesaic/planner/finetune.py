@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moesaic.errors import InputError
-from moesaic.planner.answer import speed_of
+from moesaic.planner.answer import SPEED_RATIOS, speed_of
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.halves import seconds_in_flight, seconds_in_turn, without_chunks
@@ -130,6 +130,11 @@ class SplitPrediction:
     """Whether a device holds them."""
     bottleneck: str
     """What takes longest: computation, a link, or gathering parameters."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """`bytes` by part."""
+    interval: tuple[float, float] | None = None
+    """Likely range of `tokens_per_second`, by the errors of predicted training steps; no fine-tune
+    is among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +230,8 @@ def predict_finetune(
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    sizes = {
-        "ranks": ranks,
-        "tokens": tokens,
-        "length": length,
-        "rank": rank,
-        "accumulation": accumulation,
-    }
+    sizes = {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank}
+    sizes["accumulation"] = accumulation
     _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
@@ -278,7 +278,7 @@ def _predicted(
         parts = spread_parts(job, machine)
     else:
         by_stage = stage_parts(job, machine, num_stages, count)
-        parts = max(by_stage, key=lambda each: sum(each.values()))
+        parts = _fullest(by_stage)
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     found = FinetunePrediction(parts=parts, fits=fits)
     if cluster is None:
@@ -299,13 +299,16 @@ def _with_speed(
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
     low, high = speed.interval
-    needed = sum(spread_parts(job, cluster).values())
+    parts = spread_parts(job, cluster)
+    needed = sum(parts.values())
     of_experts = SplitPrediction(
         stages=1,
         tokens_per_second=ranks * speed.tokens_per_second,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
         bottleneck=best.estimate.bottleneck,
+        parts=parts,
+        interval=(ranks * low, ranks * high),
     )
     splits = {"experts": of_experts}
     flying = spread_in_flight(job, cluster, best)
@@ -317,7 +320,7 @@ def _with_speed(
         found,
         seconds=best.seconds,
         tokens_per_second=of_experts.tokens_per_second,
-        interval=(ranks * low, ranks * high),
+        interval=of_experts.interval,
         bottleneck=of_experts.bottleneck,
         limits=best.estimate.limits,
         plan=best.plan,
@@ -330,19 +333,23 @@ def _flying(
 ) -> SplitPrediction:
     """Return a split with the halves of its micro-batches in flight, from the bytes of its ranks by
     part."""
-    needed = _most(parts)
+    fullest = _fullest(parts)
+    needed = sum(fullest.values())
+    low, high = split.interval or (0.0, 0.0)
     return replace(
         split,
         in_flight=2,
         tokens_per_second=speedup * split.tokens_per_second,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
+        parts=fullest,
+        interval=(speedup * low, speedup * high),
     )
 
 
-def _most(parts: list[dict[str, float]]) -> float:
+def _fullest(parts: list[dict[str, float]]) -> dict[str, float]:
     """Return the bytes of the fullest of some ranks, which are given by part."""
-    return max(sum(each.values()) for each in parts)
+    return max(parts, key=lambda each: sum(each.values()))
 
 
 def _check(
@@ -466,13 +473,18 @@ def _of_stages(
     num_stages, count = stages
     layout = _stages_layout(job, cluster.world, num_stages, count)
     step = staged_step(job, cluster, num_stages, count)
-    needed = _most(stage_parts(job, cluster, num_stages, count))
+    parts = _fullest(stage_parts(job, cluster, num_stages, count))
+    needed = sum(parts.values())
+    speed = layout.global_batch * job.model.seq_len / step.seconds
+    low, _, high = SPEED_RATIOS
     return SplitPrediction(
         stages=num_stages,
-        tokens_per_second=layout.global_batch * job.model.seq_len / step.seconds,
+        tokens_per_second=speed,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
         bottleneck=step.estimate.bottleneck,
+        parts=parts,
+        interval=(low * speed, high * speed),
     )
 
 

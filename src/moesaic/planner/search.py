@@ -220,8 +220,7 @@ def search(
             Empty for even routing.
         simulator: a simulator of this cluster that keeps what it computes for the caller; None for
             a new one.
-        progress: called from time to time with (current activity, number of items done, number of
-            items).
+        progress: called from time to time with (current activity, items done, all items).
 
     Raises:
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
@@ -236,10 +235,10 @@ def search(
     too_large: list[TooLargeError] = []
     refused: list[InputError] = []
     searches: list[_Search] = []
+    # a short search for each number of stages, since there are many
+    of_stages = replace(settings, refine=1, paired=0, finished_eps=0)
     for split in splits:
-        used = settings
-        if split.pp > 1:  # a short search, since there is one for each number of stages
-            used = replace(settings, refine=1, paired=0, finished_eps=0)
+        used = settings if split.pp == 1 else of_stages
         try:
             searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:

@@ -138,17 +138,13 @@ def least_cost(plans: Iterable[SimulatedPlan]) -> tuple[bool, float]:
 def cheapest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the smallest cost, the first of equal ones; at least one plan is
     given."""
-    (best,) = smallest(
-        plans, key=lambda plan: plan.cost, bound=lambda plan: (False, plan.least_seconds)
-    )
-    return best
+    return smallest(plans, lambda plan: plan.cost, lambda plan: (False, plan.least_seconds))[0]
 
 
 def fastest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the shortest step, whether it fits the memory or not; at least one plan
     is given."""
-    (best,) = smallest(plans, key=lambda plan: plan.seconds, bound=lambda plan: plan.least_seconds)
-    return best
+    return smallest(plans, lambda plan: plan.seconds, lambda plan: plan.least_seconds)[0]
 
 
 def smallest(

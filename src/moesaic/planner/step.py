@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -339,7 +338,7 @@ class Moving(NamedTuple):
     """The pass behind which they move."""
 
 
-_of_block = attrgetter(
+_BLOCK_FIELDS = (
     "layer",
     "attention",
     "attention_up",
@@ -355,7 +354,7 @@ _of_block = attrgetter(
     "vocab",
     "loss_bytes",
 )
-"""Returns what `StepCostModel.forward` reads of a model."""
+"""What `StepCostModel.forward` reads of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -772,14 +771,15 @@ class StepCostModel:
     def forward(self) -> ForwardSeconds:
         """The seconds of one forward pass of each part of a block, which layouts share."""
         grid = self.grid
-        key = (_of_block(self.model), grid.tp, grid.world, grid.ranks_per_node)
+        block = tuple(getattr(self.model, name) for name in _BLOCK_FIELDS)
+        key = (block, grid.tp, grid.world, grid.ranks_per_node)
         known = self.simulator.forwards
         if key not in known:
             known[key] = self._find_forward()
         return known[key]
 
     def _find_forward(self) -> ForwardSeconds:
-        """Return `forward`. It reads of the model what `_of_block` names.
+        """Return `forward`. It reads of the model what `_BLOCK_FIELDS` names.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token in the attention part of a block and five more in a dense

@@ -30,7 +30,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,9 @@ from torch.autograd import Variable
 from moesaic.comm.transport import TURN
 from moesaic.errors import InputError
 from moesaic.kernels.operator import operator
-from moesaic.routing.gradient_scalers import FirstStep
+
+if TYPE_CHECKING:
+    from moesaic.routing.gradient_scalers import FirstStep
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
@@ -165,7 +167,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
         """The most such nodes for which the graph was searched."""
-        self._first_step = FirstStep()
+        self._first_step: FirstStep | None = None
+        """Watches for a gradient scaler, from the first loss that nobody scales."""
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
         """Return the weight of a loss that is injected in this backward pass, () float32 on the
@@ -193,12 +196,20 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
-            self._first_step.await_for(self)
+            self._await_scaler()
         # 0 without trainable parameters, and in passes beyond the number of the previous step
         weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
             weight = 1 / self._expected_passes
         return torch.full((), weight, device=like.device)
+
+    def _await_scaler(self) -> None:
+        """Let the next optimizer step say whether a gradient scaler takes it."""
+        if self._first_step is None:
+            from moesaic.routing.gradient_scalers import FirstStep  # when it is used
+
+            self._first_step = FirstStep()
+        self._first_step.await_for(self)
 
     def trained(self) -> list[nn.Parameter]:
         """Return the layer's parameters that an optimizer steps."""

@@ -43,7 +43,7 @@ from moesaic.comm.process_groups import set_timeout
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.train.config import TrainConfig
 from moesaic.train.machines import Machine
-from moesaic.train.signals import ENDS, RECEIVED, command_name, end_by, is_ignored, leave_terminal
+from moesaic.train.signals import ENDS, Again, end_by, is_ignored, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ class Launch:
         name."""
         return nullcontext() if self._roll is None else naming_dead_ranks(self._roll, when)
 
-    def leave(self, *, was_stopped: bool = False) -> None:
+    def leave(self, *, was_stopped: bool = False, got_signal: bool = False) -> None:
         """End the process after a successful run; return if it is the only one.
 
         If a signal came to the torchrun of other machines alone, that of this machine is ended too.
@@ -111,13 +111,14 @@ class Launch:
 
         Args:
             was_stopped: whether a signal ended the run before its last step.
+            got_signal: whether this process itself got one.
         """
         if self._roll is not None:
-            machine = Machine.of_several()
+            machine = Machine.of_several(self._roll.command)
             ends_torchrun = False
             if machine is not None:
                 machine.say_ended(was_stopped=was_stopped)
-                ends_torchrun = was_stopped and _ends_torchrun(machine)
+                ends_torchrun = was_stopped and _ends_torchrun(machine, got_signal)
             dist.barrier()
             if ends_torchrun:
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -126,11 +127,12 @@ class Launch:
             os._exit(0)
 
 
-def _ends_torchrun(machine: Machine) -> bool:
-    """Return whether this rank is to end its torchrun, which then passes the signal on to ranks
-    that have saved; all ranks of a run that was stopped call it together."""
+def _ends_torchrun(machine: Machine, got_signal: bool) -> bool:
+    """Return whether this rank, which itself got a signal or not, is to end its torchrun. That then
+    passes the signal on to ranks that have saved. All ranks of a run that was stopped call it
+    together."""
     was_asked: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(was_asked, (machine.number, bool(RECEIVED)))
+    dist.all_gather_object(was_asked, (machine.number, got_signal))
     if not machine.ends_torchrun(was_asked):
         return False
     with suppress(ValueError):  # outside the main thread
@@ -138,7 +140,7 @@ def _ends_torchrun(machine: Machine) -> bool:
     return machine.local_rank == 0
 
 
-def launch(patience: float = TrainConfig.start_patience) -> Launch:
+def launch(patience: float = TrainConfig.start_patience, command: str = "moesaic train") -> Launch:
     """Join the processes that a launcher started, with Gloo on CPUs and NCCL on GPUs. Each rank of
     a node gets its own GPU.
 
@@ -148,6 +150,7 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
 
     Args:
         patience: seconds that ranks wait for each other to join.
+        command: the command that runs, as lines about it name it.
 
     Raises:
         InputError: if a launcher started several processes without the variables that they need to
@@ -166,12 +169,13 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     roll = None
-    machine = Machine.of_several()
+    machine = Machine.of_several(command)
     if machine is not None:
         machine.say_waits()
     try:
         store = _open_store(rank, patience)
         roll, missing = meet(store, rank, world, patience)
+        roll.command = command
         atexit.register(roll.outlast)
         if missing:
             ranks = "ranks" if "," in missing else "rank"
@@ -205,7 +209,7 @@ def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> N
 
     # later than the timeout below, so that it ends the process only if that one does not
     with (
-        _ends_after(patience + 2 * ANSWER_SECONDS, unmet),
+        _ends_after(patience + 2 * ANSWER_SECONDS, unmet, roll.command),
         naming_dead_ranks(roll, "while the ranks met: start the run again"),
     ):
         dist.init_process_group(
@@ -349,12 +353,12 @@ def store_keeper() -> str:
 
 
 @contextmanager
-def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
-    """End this process with a line if the block takes longer: a store of a stopped process lets its
-    clients wait for ever."""
+def _ends_after(seconds: float, line: Callable[[], str], command: str) -> Iterator[None]:
+    """End this process with a line of a command if the block takes longer: a store of a stopped
+    process lets its clients wait for ever."""
 
     def end() -> None:
-        print(in_one_line(f"{command_name()}: {line()}"), file=sys.stderr, flush=True)
+        print(in_one_line(f"{command}: {line()}"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)
@@ -376,7 +380,7 @@ def _end_when_parent_is_gone(parent: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-    if not RECEIVED:
+    if not isinstance(signal.getsignal(signal.SIGTERM), Again):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -449,6 +453,8 @@ class Roll:
         attempt."""
         self.rank = rank
         self.world = world
+        self.command = "moesaic train"
+        """The command that runs, as lines about it name it."""
         self._pause = pause
         self.is_kept_by_rank_0 = _is_of_rank_0()
         """Whether the store is gone when rank 0 is."""
@@ -639,7 +645,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
             dead = ask_store(roll.dead, ANSWER_SECONDS)
         if dead:
             raise TrainingError(f"{_fates_in_words(dead)}, {when()}")
-        end_by(number, says=roll.rank == 0)
+        end_by(number, roll.command, says=roll.rank == 0)
 
     with suppress(ValueError):
         return {kind: signal.signal(kind, end) for kind in ENDS if not is_ignored(kind)}
@@ -655,16 +661,14 @@ def stop_requests() -> Iterator[list[str]]:
     ignores it.
     """
     received: list[str] = []
-    RECEIVED.clear()
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
         """Note a signal. A second SIGINT or SIGTERM has its usual effect; after SIGHUP the terminal
         is gone."""
         received.append(signal.Signals(number).name)
-        RECEIVED.append(received[-1])
         if number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, before[signal.Signals(number)])
+            signal.signal(number, Again(before[signal.Signals(number)]))
         else:
             signal.signal(number, signal.SIG_IGN)
             leave_terminal()

@@ -90,6 +90,8 @@ class TrainResult:
     """Total seconds spent in training steps, without evaluation."""
     was_stopped: bool
     """True if a signal ended the run early; it can be resumed."""
+    got_signal: bool = False
+    """Whether this process itself got such a signal, not only another rank."""
 
 
 def train(
@@ -114,7 +116,7 @@ def train(
         if is_first:
             console.print(in_one_line(line), highlight=False, markup=False, soft_wrap=True)
 
-    with _watch_start(config) as watch, watch.long():
+    with _watch_start(config, task) as watch, watch.long():
         require_same_config(config)  # before ranks do different things, which would hang
         is_planned = bool(config.planner.plan)  # which `with_planned` empties
         config = with_planned(config, say)
@@ -126,7 +128,7 @@ def train(
     next_sample_step: int | None = None
     returns: Counter[int] = Counter()  # rollbacks by the step of their checkpoint
     while True:
-        with _watch_start(config) as watch, watch.long():
+        with _watch_start(config, task) as watch, watch.long():
             run = open_run(config, say=say, announce=say, task=task)
             if next_sample_step is not None:
                 run.left_out = next_sample_step - run.step
@@ -143,7 +145,7 @@ def train(
             run.claim.release()
 
 
-def _watch_start(config: TrainConfig) -> Watch:
+def _watch_start(config: TrainConfig, task: TrainingTask) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
     return Watch(
         nn.Module(),
@@ -151,6 +153,7 @@ def _watch_start(config: TrainConfig) -> Watch:
         patience=config.start_patience,
         step=lambda: "the start",
         advice=lambda: "start the run again",
+        command=task.command,
     )
 
 
@@ -191,13 +194,13 @@ class Trainer:
             patience=run.config.patience,
             step=lambda: f"step {self.state.step + 1}",
             advice=run.advice,
+            command=run.task.command,
         )
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
         self._saving_group: str | bool = run.config.save.background
-        """Whether checkpoints are written in the background; with several ranks, the name of the
-        process group for it once there is one."""
+        """Whether checkpoints are written in the background; of several ranks, then their group."""
         self._begin_counts(run)
         self._metrics: Metrics | None = None
         """None on all ranks but the first."""
@@ -281,6 +284,7 @@ class Trainer:
             val_nats_per_byte=val_loss,
             seconds=self.clock.seconds,
             was_stopped=state.step < config.steps,
+            got_signal=bool(stop),
         )
 
     def _open_metrics(self) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesaic.errors import in_one_line
-from moesaic.train.signals import command_name
 
 
 @dataclass(frozen=True)
 class Machine:
     """This rank's machine, one of several."""
 
+    command: str
+    """What the machine's lines begin with."""
     number: int
     """From 0 on, as torchrun numbers its agents."""
     local_rank: int
@@ -25,13 +26,15 @@ class Machine:
     world: int
 
     @classmethod
-    def of_several(cls) -> Machine | None:
-        """Return this rank's machine; None if torchrun has not started ranks on several ones."""
+    def of_several(cls, command: str) -> Machine | None:
+        """Return this rank's machine, whose lines begin with `command`; None if torchrun has not
+        started ranks on several ones."""
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
             return None
         local_rank = int(os.environ["LOCAL_RANK"])
         first = int(os.environ["RANK"]) - local_rank
         return cls(
+            command=command,
             number=int(os.environ["GROUP_RANK"]),
             local_rank=local_rank,
             ranks=range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])),
@@ -74,13 +77,13 @@ class Machine:
     def _say(self, line: str) -> None:
         """Print a line, on the first rank of the machine."""
         if self.local_rank == 0:
-            text = f"{command_name()}: machine {socket.gethostname()}: {line}"
+            text = f"{self.command}: machine {socket.gethostname()}: {line}"
             print(in_one_line(text), flush=True)
 
 
 def once_all_ended() -> str:
     """Return the words that say when a stopped run can go on: with the same port, a new torchrun
     would join an old one that still runs. None are needed on one machine."""
-    if Machine.of_several() is None:
+    if Machine.of_several("") is None:
         return ""
     return "once torchrun has ended on every machine, "

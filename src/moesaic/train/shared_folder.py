@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moesaic.comm.collectives import ranks_in_words
 from moesaic.errors import InputError
-from moesaic.files import WRITING
+from moesaic.files import WRITING, write
 from moesaic.train.ranks import Ranks
 
 PATIENCE = 10.0
@@ -76,9 +76,9 @@ def _above(folder: Path, levels: int) -> Path:
 
 
 def _write(file: Path, folder: Path) -> None:
-    """Write an empty new file; InputError, which names the run folder, if that fails."""
+    """Write an empty file; InputError, which names the run folder, if that fails."""
     try:
-        file.touch(exist_ok=False)
+        write(file, "")
     except OSError as error:
         raise InputError(
             f"--out {folder}: cannot be written ({error.strerror}): choose another --out"

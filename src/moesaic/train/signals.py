@@ -11,23 +11,23 @@ import signal
 import stat
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 ENDS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """The signals that ask a run to save and end, besides SIGINT. A terminal or an ssh session that
 closes sends SIGHUP."""
-RECEIVED: list[str] = []
-"""Names of the signals that have asked this process's run to save and end, oldest first."""
-_COMMAND = ["moesaic train"]
 
 
-def name_command(command: str) -> None:
-    """Note which command this process runs, for lines that do not come of the command itself."""
-    _COMMAND[0] = command
+class Again:
+    """The handler of a signal that has come once, and asked a run to save and end; a second one has
+    the effect that it had before."""
 
+    def __init__(self, before: Any) -> None:
+        self._before = before
 
-def command_name() -> str:
-    """Return the command that this process runs."""
-    return _COMMAND[0]
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self._before)
+        os.kill(os.getpid(), number)
 
 
 def is_ignored(kind: signal.Signals) -> bool:
@@ -38,10 +38,9 @@ def is_ignored(kind: signal.Signals) -> bool:
 def say_ends(command: str) -> None:
     """Print a line, which `command` begins, before one of `ENDS` ends this process while no step
     runs; in a step other handlers take these signals, and the run saves instead."""
-    name_command(command)
 
     def end(number: int, frame: FrameType | None) -> None:
-        end_by(number)
+        end_by(number, command)
 
     for kind in ENDS:
         if signal.getsignal(kind) is signal.SIG_DFL:
@@ -49,14 +48,13 @@ def say_ends(command: str) -> None:
                 signal.signal(kind, end)
 
 
-def end_by(number: int, *, says: bool = True) -> None:
+def end_by(number: int, command: str, *, says: bool = True) -> None:
     """End this process by a signal as if nothing handled it, after a line if `says`."""
     if says:
-        name = signal.Signals(number).name
-        how = f"ended by {name} while no step ran"
-        if RECEIVED:  # the first one asked a step to end
-            how = f"ended by {name} after {RECEIVED[0]}, which the run had not yet followed"
-        line = f"{command_name()}: {how}: checkpoints that were saved stay\n"
+        line = (
+            f"{command}: ended by {signal.Signals(number).name} without saving: checkpoints that "
+            "were saved stay\n"
+        )
         with suppress(OSError):  # the terminal may be gone
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)

@@ -57,7 +57,6 @@ from moesaic.train.launch import (
 )
 from moesaic.train.numbers import in_words
 from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
-from moesaic.train.signals import command_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -107,6 +106,7 @@ class Watch:
         patience: seconds that a rank may stay at one place.
         step: returns what the run is doing, such as "step 12".
         advice: returns how to continue after the run has ended.
+        command: the command that runs, as lines about it name it.
     """
 
     def __init__(
@@ -116,7 +116,9 @@ class Watch:
         patience: float,
         step: Callable[[], str],
         advice: Callable[[], str],
+        command: str = "moesaic train",
     ) -> None:
+        self._command = command
         self._is_long = False
         """Whether the main thread is in a block of `long`."""
         self._names: dict[int, str] = {}
@@ -174,6 +176,7 @@ class Watch:
         store = store.clone()
         store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
         roll = Roll(store, self._rank, self._world, self._pause)
+        roll.command = self._command
         roll.sign()
         roll.beat(0)
         return roll
@@ -357,7 +360,7 @@ class Watch:
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.write(HANG, json.dumps(table, indent=1))
-        print(in_one_line(f"{command_name()}: {line}"), file=sys.stderr, flush=True)
+        print(in_one_line(f"{self._command}: {line}"), file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
         except TrainingError as error:
