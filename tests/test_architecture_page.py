@@ -74,7 +74,11 @@ def definitions(path: Path) -> dict[str, ast.AST]:
 
 
 def test_the_page_is_short() -> None:
-    assert len(PAGE.read_text("utf-8").split()) < 1_050
+    """A third of it is the table of places, which readers who were asked for ten changes missed
+    rows of; the walks alone stay under 1,000 words."""
+    page = PAGE.read_text("utf-8")
+    assert len(page.split()) < 1_250
+    assert len(page.split("\n## Where do I change")[0].split()) < 1_000
 
 
 def test_the_files_and_functions_that_the_page_names_exist() -> None:
@@ -202,7 +206,7 @@ def test_a_call_runs_as_the_walk_says() -> None:
     walk = sections()["One call of `MoE`"]
     assert not_in_turn(of_steps(walk), found[0]) == ""
     (issue,) = may_run("comm/loopback.py", "LoopbackTransport.issue")
-    assert "second call under the default plan exchanges five messages" in walk
+    assert "second call under the default plan makes five exchanges" in walk
     assert found[0].count(issue) == 5
 
 

@@ -1,8 +1,8 @@
 """The tiles of grouped products: a `Tile` is chosen from the sizes of a product and the properties
 of a device.
 
-This module imports neither Triton nor torch. `gpu/search.py` in the laboratory compares other tiles
-with the default.
+This module imports neither Triton nor torch. `lab/moesaic_lab/device/search.py` compares other
+tiles with the default.
 """
 
 from __future__ import annotations
