@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from helpers import refused
-from moesaic import Capacity, Mesh, MoE, Plan, auto, average_gradients
+from moesaic import Capacity, Mesh, MoE, Plan, auto, average_gradients, in_flight
 from moesaic.auto import AutoPlan
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, NoTransport
@@ -307,3 +307,191 @@ def test_one_process_has_nothing_to_choose():
     layer.parallelize(Mesh(Grid(world=1), NoTransport()), "auto")
     assert layer.on_mesh.auto is None
     torch.testing.assert_close(layer(tokens_of(0)), expected)
+
+
+@pytest.fixture
+def _two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one micro-batch at a time and with two, a race of four."""
+    monkeypatch.setattr(auto, "assumed_plans", lambda job, grid, first, **_: [first, OTHERS[0]])
+
+
+class Flights:
+    """A layer on a mesh whose micro-batches run in flight, with a manual clock: what a step takes
+    depends on the step's number, on how many micro-batches ran at a time, and on the rank."""
+
+    def __init__(self, mesh: Mesh, seconds: Seconds, plan: Any = "auto", **options: Any) -> None:
+        self.mesh = mesh
+        self.seconds = seconds
+        self.options = options
+        self.time = 0.0
+        torch.manual_seed(0)
+        self.model = nn.Sequential(make_layer(seed=0), nn.Linear(DIM, DIM).double())
+        parallelize_model(self.model, mesh, plan, broadcast=True)
+        self.auto = AutoPlan.of(mesh)
+        self.auto.clock = lambda: self.time
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.at_once: list[int] = []
+        """For each step, the most micro-batches that ran at a time."""
+        self.losses: list[Tensor] = []
+
+    def loss_of(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        return loss
+
+    def step(self, num_batches: int = 2, *, flies: bool = True) -> None:
+        seeds = range(10 * len(self.at_once), 10 * len(self.at_once) + num_batches)
+        place = self.mesh.grid.coordinate(self.mesh.rank, "dp")
+        batches = [tokens_of(place, seed=seed) for seed in seeds]
+        found = []
+        if flies:
+            for losses in in_flight(self.loss_of, batches, **self.options):
+                (torch.stack(losses).sum() / num_batches).backward()
+                found.append(losses)
+        else:
+            for batch in batches:
+                loss = self.loss_of(batch)
+                (loss / num_batches).backward()
+                found.append([loss])
+        self.losses += [loss.detach() for losses in found for loss in losses]
+        average_gradients(self.model, self.mesh)
+        at_once = max(map(len, found))
+        self.time += self.seconds(len(self.at_once), at_once, self.mesh.rank)
+        self.at_once.append(at_once)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def fly(
+    seconds: Seconds,
+    steps: int = LIMIT + 10,
+    plan: Any = "auto",
+    *,
+    num_batches: int = 2,
+    **options: Any,
+) -> list[Flights]:
+    """Return each rank's layers after some steps in flight; all ranks ran as many at a time."""
+
+    def rank(transport: AbstractTransport) -> Flights:
+        flights = Flights(Mesh(GRID, transport), seconds, plan, **options)
+        for _ in range(steps):
+            flights.step(num_batches)
+        return flights
+
+    of_ranks = run_ranks(2, rank)
+    assert of_ranks[0].at_once == of_ranks[1].at_once
+    return of_ranks
+
+
+def two_are_slower(_: int, at_once: int, rank: int) -> float:
+    """On the slower rank; on the other one, two are faster."""
+    return 1.0 + 0.1 * at_once if rank else 0.5 - 0.1 * at_once
+
+
+def two_are_faster(_: int, at_once: int, rank: int) -> float:
+    return 1.5 - 0.1 * at_once if rank else 0.5 + 0.1 * at_once
+
+
+@pytest.mark.usefixtures("_two_plans")
+@pytest.mark.parametrize(("seconds", "chosen"), [(two_are_slower, 1), (two_are_faster, 2)])
+def test_as_many_micro_batches_run_at_a_time_as_are_fastest_on_the_slowest_rank(
+    seconds: Seconds, chosen: int
+) -> None:
+    for flights in fly(seconds):
+        assert flights.at_once[: auto.WARM_UP] == [2] * auto.WARM_UP, "their memory shows at once"
+        assert set(flights.at_once[LIMIT:]) == {chosen}
+        (line,) = flights.auto.said
+        assert f", {auto.AT_ONCE[chosen]}, " in line
+        assert "the fastest of 4 ways, s1, linear, one micro-batch at a time takes" in line
+        table = flights.auto.table
+        assert table is not None
+        assert set(table.plans) == {Plan(), OTHERS[0]}, "each plan ran with one and with two"
+
+
+@pytest.mark.usefixtures("_two_plans")
+def test_one_runs_at_a_time_again_when_two_become_slower() -> None:
+    change = LIMIT + 5
+
+    def seconds(step: int, at_once: int, _: int) -> float:
+        return 1.0 + 0.2 * (at_once if step >= change else -at_once)
+
+    for flights in fly(seconds, change + LIMIT + 10):
+        assert set(flights.at_once[LIMIT:change]) == {2}
+        assert set(flights.at_once[change + LIMIT :]) == {1}
+
+
+@pytest.mark.usefixtures("_two_plans")
+def test_steps_that_try_one_and_two_compute_what_a_plain_loop_does() -> None:
+    def plain(transport: AbstractTransport) -> Tensor:
+        flights = Flights(Mesh(GRID, transport), two_are_slower, Plan())
+        for _ in range(25):
+            flights.step(num_batches=3, flies=False)
+        return torch.stack(flights.losses)
+
+    flown = fly(two_are_slower, 25, num_batches=3)
+    for expected, flights in zip(run_ranks(2, plain), flown, strict=True):
+        assert set(flights.at_once) == {1, 2}
+        torch.testing.assert_close(torch.stack(flights.losses), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_two_plans")
+@pytest.mark.parametrize(
+    ("plan", "options", "at_once"),
+    [
+        ("auto", {"at_once": 2}, 2),
+        ("auto", {"at_once": 1}, 1),
+        (Plan(), {}, 2),
+        (Plan(), {"at_once": 1}, 1),
+    ],
+)
+def test_what_the_user_chooses_stays(plan: Any, options: dict[str, int], at_once: int) -> None:
+    for flights in fly(two_are_slower, auto.WARM_UP + 4, plan, **options):
+        assert set(flights.at_once) == {at_once}
+        table = flights.auto.table
+        assert table is None or len(table.plans) == 2
+
+
+@pytest.mark.usefixtures("_two_plans")
+def test_a_loop_that_begins_to_fly_times_anew() -> None:
+    def rank(transport: AbstractTransport) -> tuple[int, int]:
+        flights = Flights(Mesh(GRID, transport), two_are_slower)
+        tables = []
+        for flies in (False, True):
+            for _ in range(auto.WARM_UP + 2):
+                flights.step(flies=flies)
+            assert flights.auto.table is not None
+            tables.append(len(flights.auto.table.plans))
+        return tables[0], tables[1]
+
+    assert run_ranks(2, rank) == [(2, 4)] * 2
+
+
+@pytest.mark.usefixtures("_two_plans")
+def test_layers_that_join_in_flight_run_two_until_they_are_timed() -> None:
+    def rank(transport: AbstractTransport) -> list[int]:
+        flights = Flights(Mesh(GRID, transport), two_are_slower)
+        for _ in range(auto.WARM_UP + 1):
+            flights.step()
+        make_layer(seed=2).parallelize(flights.mesh, "auto", broadcast=True)
+        flights.step()
+        return flights.at_once
+
+    for at_once in run_ranks(2, rank):
+        assert at_once == [2, 2, 1, 2]
+
+
+@pytest.mark.usefixtures("_two_plans")
+def test_behind_a_layer_with_a_plan_of_its_own_two_run_and_plans_alone_are_timed() -> None:
+    """Two run already when the layer with plan "auto" is called."""
+
+    def rank(transport: AbstractTransport) -> tuple[set[int], int]:
+        mesh = Mesh(GRID, transport)
+        flights = Flights(mesh, two_are_slower)
+        first = make_layer(seed=1)
+        first.parallelize(mesh, Plan(), broadcast=True)
+        flights.model.insert(0, first)
+        for _ in range(auto.WARM_UP + 4):
+            flights.step()
+        assert flights.auto.table is not None
+        return set(flights.at_once), len(flights.auto.table.plans)
+
+    assert run_ranks(2, rank) == [({2}, 2)] * 2

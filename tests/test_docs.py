@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import MISSING, fields
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from forked import Forked
 from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.configfile import read_table
+from moesaic.planner.cluster import ClusterSpec, Device, Link, presets
 from moesaic.planner.plan_files import write_plan
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import ON_MESH, ROUTERS
@@ -270,7 +274,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names += [f"moesaic_lab.{name}" for name in OF_LAB]
     for module in map(import_module, names):
         parse_only(module, monkeypatch)
-    for name in ("my.toml", "runs/x/config.json", "runs/gpt/config.json"):
+    for name in ("my.toml", *(f"runs/{run}/config.json" for run in ("x", "gpt", "stages"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}" if name.endswith("json") else "")
     planning = printed.blocks((DOCS / "planning.md").read_text("utf-8"))
@@ -301,6 +305,92 @@ def test_every_command_of_a_page_has_flags_and_values_that_there_are(page_folder
             if code and (block.language != "inline" or NO_SUCH.search(said)):
                 wrong.append((ours, said))
     assert wrong == [], "\n".join(map(str, wrong))
+
+
+FIRST_RUN = ("README.md", "start.md")
+"""Pages whose first run goes to the preset's own folder, which no other page may take."""
+
+
+def test_runs_that_commands_of_a_page_read_are_made_there_before() -> None:
+    """A reader who types a page from its beginning finds every run folder that a command reads, and
+    finds none taken that a command makes."""
+    not_made = []
+    taken = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        made = {*re.findall(r'^out = "(runs/\w+)"', text, re.MULTILINE)}
+        for block in printed.blocks(text):
+            if block.language in ("inline", "text"):  # text: what a program prints
+                continue
+            for words in printed.commands_in(block):
+                pairs = pairwise(words)
+                made |= {word for flag, word in pairs if flag in ("--out", "--keep")}
+                made |= {"runs/vision"} if "vision" in words else set()  # its default
+                read = {each[0] for word in words if (each := re.match(r"runs/\w+", word))}
+                not_made += [(page.name, folder) for folder in sorted(read - made)]
+                if "--preset" in words and "train" in words and "--out" not in words:
+                    taken.append(page.name)
+    assert not_made == []
+    assert sorted(set(taken)) == sorted(FIRST_RUN)
+
+
+def test_the_page_of_planning_lists_every_preset_of_a_cluster() -> None:
+    text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
+    listed = {*re.findall(r"`([\w-]+)`", text.split("```toml")[0])}
+    assert {*presets()} <= listed
+
+
+def test_the_page_of_planning_names_the_fields_that_a_cluster_needs() -> None:
+    """And that they suffice."""
+    text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
+    told = {*re.findall(r"`(\w+)`", text.split("Required are ")[1].split(". ")[0])}
+    needed = {
+        each.name
+        for kind in (ClusterSpec, Device, Link)
+        for each in fields(kind)
+        if each.default is MISSING and each.default_factory is MISSING
+    }
+    assert told == needed - {"device"}  # whose fields are told
+
+
+def test_several_machines_meet_by_a_backend() -> None:
+    """torchrun's own default, static, would take every machine for the first, and wait."""
+    alone = [
+        (text.name, before)
+        for text in TEXTS
+        for before in re.findall(r"(.{0,80})--rdzv-endpoint", text.read_text("utf-8"), re.DOTALL)
+        if "--rdzv-backend c10d" not in before
+    ]
+    assert alone == []
+
+
+def _is_module(package: str, name: str) -> bool:
+    """Return whether a package has a module of that name."""
+    return (
+        hasattr(import_module(package), "__path__") and find_spec(f"{package}.{name}") is not None
+    )
+
+
+def test_code_of_pages_imports_names_that_there_are() -> None:
+    """Also that of blocks that are parts of the package, which `test_every_python_block...` does
+    not run."""
+    missing = []
+    for page in PAGES:
+        if page.name == "log.md":
+            continue
+        codes = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        own = {name for code in codes for name in re.findall(r"^# src/(\S+)\.py", code)}
+        for module, names in re.findall(
+            r"^ *from (moesaic[\w.]*) import (\([^)]*\)|[^\n(]+)", "\n".join(codes), re.MULTILINE
+        ):
+            if module.replace(".", "/") in own:
+                continue
+            found = import_module(module)
+            for name in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names)):
+                is_own = f"{module}.{name}".replace(".", "/") in own
+                if not is_own and not hasattr(found, name) and not _is_module(module, name):
+                    missing.append((page.name, module, name))
+    assert missing == []
 
 
 def test_commands_are_found_in_every_kind_of_block() -> None:

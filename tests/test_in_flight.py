@@ -794,6 +794,8 @@ def test_without_messages_micro_batches_run_one_after_another() -> None:
 def test_what_cannot_be_in_flight_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="has no length: pass a list"):
         in_flight(lambda x: x, iter([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match='at_once=3: write 1, 2 or "auto"'):
+        in_flight(lambda x: x, [torch.ones(())], at_once=3)  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "greenlet", None)
         with pytest.raises(InputError, match="in_flight needs greenlet: in a clone"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -44,6 +45,12 @@ def lines(name: str) -> list[str]:
     return (ROOT / name).read_text("utf-8").splitlines()
 
 
+@functools.cache
+def requirements(name: str) -> tuple[Requirement, ...]:
+    """Return what the lines of a list ask for."""
+    return tuple(map(Requirement, lines(name)))
+
+
 def environment(python: str, system: str) -> dict[str, str]:
     """Return what markers ask for, on a Python and a system."""
     of_system = dict(
@@ -59,10 +66,9 @@ def environment(python: str, system: str) -> dict[str, str]:
 
 def pinned(name: str, place: dict[str, str]) -> dict[str, Version]:
     """Return the version of each package that a list gives in an environment."""
-    needed = [Requirement(line) for line in lines(name)]
     return {
         each.name: Version(next(iter(each.specifier)).version)
-        for each in needed
+        for each in requirements(name)
         if each.marker is None or each.marker.evaluate(place)
     }
 
@@ -95,6 +101,7 @@ def asked(python: str) -> list[Requirement]:
     return [each for each in found if each.name not in OURS]
 
 
+@functools.cache
 def required_by(name: str, version: Version) -> list[Requirement]:
     """Return what a package requires in turn, if that version is installed here."""
     try:

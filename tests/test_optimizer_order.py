@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,52 @@ class Wrapped:
         self._inner.step()
 
 
+class StepOfTheObject:
+    """An optimizer whose step its class does not have, in an attribute without a dict."""
+
+    __slots__ = ("held", "step")
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.held = list(parameters)
+        self.step = lambda: ListOfOnesOwn.step(self)
+
+
+class DeepInside:
+    """An optimizer whose parameters lie in objects in containers in containers."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.inner = {"a": [{"b": [{"c": [{"d": [SimpleNamespace(held=list(parameters))]}]}]}]}
+
+    def update(self) -> None:
+        ListOfOnesOwn.step(self.inner["a"][0]["b"][0]["c"][0]["d"][0])
+
+
+def function_that_steps(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    held = list(parameters)
+
+    def step() -> None:
+        for parameter in held:
+            if parameter.grad is not None:
+                take_a_step(parameter)
+
+    return step
+
+
+UNSEEN: dict[str, Callable[[Iterable[nn.Parameter]], Callable[[], object]]] = {
+    "a step of the object": lambda parameters: StepOfTheObject(parameters).step,
+    "no step": lambda parameters: DeepInside(parameters).update,
+    "a function": function_that_steps,
+    "a partial": lambda parameters: partial(clip_and_step, list(parameters)),
+}
+"""Optimizers that no search by a class's `step` finds, as what makes a step."""
+
+
+def clip_and_step(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    for parameter in parameters:
+        take_a_step(parameter)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "groups of one's own": lambda model: GroupsOfOnesOwn(model.parameters()),
     "list of one's own": lambda model: ListOfOnesOwn(model.parameters()),
@@ -162,6 +210,36 @@ def early() -> dict[str, str]:
                 model, lambda o=optimizer, m=model: plainly(o, m)
             )
     return found
+
+
+def unseen() -> dict[str, str]:
+    """Return what becomes of optimizers made too early that no search finds, by form."""
+    found = {}
+    for spread_name, spread in SPREADS.items():
+        for name, make in UNSEEN.items():
+            model = make_model()
+            step = make(model.parameters())
+            spread(model)
+            backward(model)
+            found[f"{spread_name}, {name}"] = outcome(model, step)
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        gc.freeze()
+        spread(model)
+        backward(model)
+        found[f"{spread_name}, frozen"] = outcome(model, optimizer.step)
+        found[f"{spread_name}, frozen, cleared"] = refusal(optimizer.zero_grad)
+        gc.unfreeze()
+    return found
+
+
+def old_and_new_in_one() -> str:
+    """Return the outcome where an optimizer also holds what took the parameters' places."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spread_model(model)
+    optimizer.add_param_group({"params": list(model[1].experts.parameters())})
+    return outcome(model, lambda: plainly(optimizer, model))
 
 
 def with_wrappers() -> dict[str, str]:
@@ -312,6 +390,8 @@ def everything() -> dict[str, Any]:
         "assigned": assigned(),
         "frozen at first": frozen_at_first(),
         "early": early(),
+        "unseen": unseen(),
+        "old and new in one": old_and_new_in_one(),
         "wrapped": with_wrappers(),
         "calls": in_calls(),
         "hooks": by_hooks(),
@@ -335,6 +415,14 @@ def test_an_optimizer_made_too_early_is_refused_in_the_first_step(found):
             assert result.startswith("InputError: "), form
             assert "\n" not in result
         assert REFUSED in rank["in evaluation mode"]
+
+
+def test_what_no_search_finds_is_refused_where_it_reads_a_gradient(found):
+    for rank in found:
+        for form, result in rank["unseen"].items():
+            assert result.startswith("InputError: the gradient of "), f"{form}: {result}"
+            assert REFUSED in result, form
+            assert "\n" not in result
 
 
 @pytest.mark.parametrize(
@@ -361,7 +449,7 @@ def test_an_optimizer_made_after_trains_the_experts(found):
         assert rank["calls"]["of one's own, after"] == "2"
         assert rank["an early list"][0] == "2"
         assert REFUSED in rank["an early list"][1]
-        assert rank["old and new"] == "2"
+        assert rank["old and new"] == rank["old and new in one"] == "2"
 
 
 def test_parameters_that_a_state_took_the_place_of_are_refused(found):

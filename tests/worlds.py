@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import one_device  # noqa: F401, its import lets the groups of a rank share one device
 from moesaic.testing import runner
 from moesaic.testing.runner import start_ranks
 

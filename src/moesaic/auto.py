@@ -1,8 +1,9 @@
 """`plan="auto"`: all layers of a mesh run under the plan with the fastest training steps, found
-while they train.
+while they train; and one micro-batch at a time or two (`moesaic.in_flight`), whichever is faster.
 
 A *race* times plans in turn, each for a few steps; a *load* is the copies (tokens times experts
-per token) of the busiest expert; a plan's *number* is its index in the plan table.
+per token) of the busiest expert; a plan's *number* is its index in the plan table, which has each
+plan twice if micro-batches are in flight: with one at a time, and with two.
 
 The plan table (`planner/plan_table.py`) decides when to switch, by the times of whole steps on the
 slowest rank. After two steps, the first rank searches candidate plans for the layers' sizes; the
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moesaic.comm.collectives import all_reduce_max, broadcast
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import TURN
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
@@ -41,6 +43,11 @@ from moesaic.runtime.routing_cache import is_recomputing
 PLANS = 7
 """Number of candidates besides the first plan: a race of eight takes 52 steps, and the winner runs
 20 in turn with the first plan."""
+PLANS_IN_FLIGHT = 3
+"""The same where each plan races twice, with one micro-batch at a time and with two: the best plan
+on each of three assumed links, and again a race of eight."""
+AT_ONCE = {1: "one micro-batch at a time", 2: "two micro-batches in flight"}
+"""Numbers of micro-batches that run at a time, in words."""
 WARM_UP = 2
 """Number of steps before the first timed one."""
 PATIENCE = 300
@@ -75,8 +82,12 @@ class AutoPlan:
         """For each layer, a function that returns its parameters."""
         self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether an optimizer that has stepped has any of the layers' trained parameters."""
-        self._compiled: dict[tuple[int, bool], Compiled] = {}
-        """The compiled plans, by number and whether the experts have biases."""
+        self._compiled: dict[tuple[Plan, bool], Compiled] = {}
+        """The compiled plans, by plan and whether the experts have biases."""
+        self._in_flight = False
+        """Whether micro-batches that may run two at a time have called a layer with gradients."""
+        self._at_once: tuple[int, ...] = ()
+        """By the plan's number, how many micro-batches run at a time; () if none are in flight."""
         self._last_call = (0, 1, 4)
         """Tokens, experts per token and bytes per element of the last call."""
         self._load_now: Callable[[], float] | None = None
@@ -144,9 +155,14 @@ class AutoPlan:
         self._parameters.append(parameters)
         self._steps_layers.clear()
         self._compiled.clear()
+        self._forget_times()
+        on_mesh.auto = self.begin
+
+    def _forget_times(self) -> None:
+        """Begin anew with the steps that warm up."""
         self._steps = 0
         self.table = None
-        on_mesh.auto = self.begin
+        self._at_once = ()
 
     def prefill(
         self,
@@ -180,15 +196,31 @@ class AutoPlan:
 
     def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
         """Called before each call of a layer. The first call after an optimizer step may switch to
-        another plan.
+        another plan. The first call of a micro-batch says whether another one may run beside it.
 
         Args:
             tokens: tokens of this rank's tensor-parallel group.
             top_k: experts per token.
             dtype: dtype of the rows that are sent.
         """
-        if not torch.is_grad_enabled() or is_recomputing():
-            return
+        turn = TURN.get()
+        is_asked = turn is not None and turn.at_once is None
+        if torch.is_grad_enabled() and not is_recomputing():
+            self._note_call(tokens, top_k, dtype, is_in_flight=is_asked)
+        if turn is not None and is_asked and self._at_once:
+            assert self.table is not None
+            assert self.table.running is not None
+            turn.at_once = self._at_once[self.table.running]
+
+    def _note_call(
+        self, tokens: int, top_k: int, dtype: torch.dtype, *, is_in_flight: bool
+    ) -> None:
+        """Note a call with gradients, with the arguments of `begin`, and end the step before it if
+        it is the first call of a step. `is_in_flight` says whether its micro-batch may run beside
+        another one."""
+        if is_in_flight and not self._in_flight:  # earlier times are of other steps
+            self._in_flight = True
+            self._forget_times()
         self._last_call = (tokens, top_k, dtype.itemsize)
         self._calls += 1
         never_stepped = not self._steps and not self._has_stepped
@@ -213,14 +245,14 @@ class AutoPlan:
         new = table.decisions[self._reported :]
         self._reported = len(table.decisions)
         return {
-            "running": plan_in_words(table.plans[table.running]),
+            "running": self._in_words(table.running),
             "load": self.load,
             "estimated_seconds": table.estimates()[table.running],
             "switches": table.switches,
             "explored_share": table.explored / table.steps,  # steps on trial
             "decisions": [
                 # a bucket is the number of a range of loads
-                [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])]
+                [each.step, each.why, each.bucket, self._in_words(each.plan)]
                 for each in new
             ],
         }
@@ -251,6 +283,10 @@ class AutoPlan:
         if self.table is None:
             if self._steps >= WARM_UP:
                 candidates = self._candidates(self._current_plan())
+                if self._in_flight:
+                    # one comes first: two must be faster to take its place
+                    self._at_once = tuple(AT_ONCE) * len(candidates)
+                    candidates = [plan for plan in candidates for _ in AT_ONCE]
                 self._begin_table(candidates, predict=None, settings=None)
             return
         self._unrecorded += 1
@@ -302,7 +338,8 @@ class AutoPlan:
                 job = layer_job(
                     self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes
                 )
-                plans = assumed_plans(job, self._grid, first, plans=PLANS, on_cpu=on_cpu)
+                others = PLANS_IN_FLIGHT if self._in_flight else PLANS
+                plans = assumed_plans(job, self._grid, first, plans=others, on_cpu=on_cpu)
             except InputError as error:
                 self.say(f"plan auto: nothing to choose from, {plan_in_words(first)} runs: {error}")
         tables = self._from_first_rank([asdict(plan) for plan in plans])
@@ -352,9 +389,9 @@ class AutoPlan:
             for on_mesh, experts, _ in self._members():
                 _, common_names = experts.names
                 has_bias = bool(common_names)
-                key = (number, has_bias)
+                plan = table.plans[number]
+                key = (plan, has_bias)
                 if key not in self._compiled:
-                    plan = table.plans[number]
                     self._compiled[key] = compile_plan(plan, self._grid, bias=has_bias)
                 on_mesh.use(self._compiled[key], experts)
         if was_racing and table.race is None:  # this choice ended the race
@@ -370,11 +407,21 @@ class AutoPlan:
         why = "step times have changed; " if table.races > 1 else ""
         beside_first = ""
         if 0 in table.timed:  # the first plan
-            beside_first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
+            beside_first = f", {self._in_words(0)} takes {1e3 * table.timed[0]:.1f} ms"
+        ways = "ways" if self._at_once else "plans"
         self._tell(
-            f"plan auto: {plan_in_words(table.plans[number])}, {milliseconds:.1f} ms a step: "
-            f"{why}the fastest of {len(table.timed)} plans{beside_first}"
+            f"plan auto: {self._in_words(number)}, {milliseconds:.1f} ms a step: {why}the fastest "
+            f"of {len(table.timed)} {ways}{beside_first}"
         )
+
+    def _in_words(self, number: int) -> str:
+        """Return a plan of the table in words, with how many micro-batches run at a time if that is
+        a choice."""
+        assert self.table is not None
+        words = plan_in_words(self.table.plans[number])
+        if not self._at_once:
+            return words
+        return f"{words}, {AT_ONCE[self._at_once[number]]}"
 
     def _tell(self, line: str) -> None:
         """Keep a line, and say it on the first rank."""

@@ -7,9 +7,11 @@ Both are freed before the next two start. Each micro-batch runs in a greenlet of
 thread. It hands its turn over where a MoE layer on a mesh has issued messages and would wait for
 them (`runtime/paused_calls.py`), so the model's code stays as it is. The backward passes of the two
 interleave by themselves, if one `backward` runs both. Where a turn is handed over depends on the
-programs of the layers alone, so all ranks issue their messages in one order. A *number* is a
-micro-batch's index in the step. References to losses and batches are deleted early (`del`), since
-they keep a whole graph in memory.
+programs of the layers alone, so all ranks issue their messages in one order. Under the layers' plan
+"auto", the first call of each micro-batch says whether it hands its turn over at all (`auto.py`):
+one that does not is done before the next one starts. A *number* is a micro-batch's index in the
+step. References to losses and batches are deleted early (`del`), since they keep a whole graph in
+memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from greenlet import greenlet
 
 T = TypeVar("T")
+AtOnce = Literal["auto", 1, 2]
+"""How many micro-batches run at a time."""
 MOST_EXITS = 100
 """How often a micro-batch may go on with another layer after it was told to end."""
 
 
 def in_flight(
-    loss_of: Callable[[T], Tensor], micro_batches: Collection[T]
+    loss_of: Callable[[T], Tensor], micro_batches: Collection[T], *, at_once: AtOnce = "auto"
 ) -> Iterator[list[Tensor]]:
     """Compute the losses of micro-batches two at a time, the one while the messages of the other
     travel. All ranks call this together.
@@ -54,15 +58,19 @@ def in_flight(
     Args:
         loss_of: computes a micro-batch's loss, on its own: what it writes elsewhere, both write.
         micro_batches: the micro-batches of a step, any objects; read two at a time.
+        at_once: how many run at a time, the same on all ranks. "auto": two, unless the layers have
+            the plan "auto", which times both and keeps one where two are not faster.
 
     Yields:
-        the losses of two micro-batches; of one, if their number is odd, or if the model sends no
-        messages.
+        the losses of two micro-batches; of one, if one runs at a time, if their number is odd, or
+        if the model sends no messages.
 
     Raises:
         InputError: greenlet is not installed, torch lacks what a switch needs, `micro_batches` has
-            no length, or `loss_of` returns no tensor.
+            no length, `at_once` is unknown, or `loss_of` returns no tensor.
     """
+    if at_once not in get_args(AtOnce):
+        raise InputError(f'in_flight: at_once={at_once!r}: write 1, 2 or "auto"')
     try:
         count = len(micro_batches)
     except TypeError:
@@ -72,7 +80,7 @@ def in_flight(
         ) from None
     check_torch()
     _greenlets()
-    return _steps(loss_of, iter(micro_batches), count)
+    return _steps(loss_of, iter(micro_batches), count, None if at_once == "auto" else at_once)
 
 
 def _greenlets() -> Any:
@@ -85,13 +93,13 @@ def _greenlets() -> Any:
 
 
 def _steps(
-    loss_of: Callable[[T], Tensor], batches: Iterator[T], count: int
+    loss_of: Callable[[T], Tensor], batches: Iterator[T], count: int, at_once: int | None
 ) -> Iterator[list[Tensor]]:
     """Yield the losses of micro-batches that ran together; their backward passes are weighted for a
     mean over `count`."""
     number = 0
     while True:
-        turns, losses = _run_together(loss_of, batches, number)
+        turns, losses = _run_together(loss_of, batches, number, at_once)
         if not losses:
             return
         number += len(losses)
@@ -102,7 +110,7 @@ def _steps(
 
 
 def _run_together(
-    loss_of: Callable[[T], Tensor], batches: Iterator[T], number: int
+    loss_of: Callable[[T], Tensor], batches: Iterator[T], number: int, at_once: int | None
 ) -> tuple[list[_Turn], list[Tensor]]:
     """Run the next micro-batch, and the one after it beside it if the first hands its turn over;
     return their turns and losses."""
@@ -113,11 +121,12 @@ def _run_together(
             # FSDP2 must not free what the one that pauses still computes with
             for earlier in micro_batches:
                 earlier.holds = units.hold()
-            newest = _MicroBatch(loss_of, batch, number + len(micro_batches))
+            turn = _Turn(number + len(micro_batches), at_once)
+            newest = _MicroBatch(loss_of, batch, turn)
             del batch
             micro_batches.append(newest)
             newest.take_turn()
-            # a first one that is done sent no messages, so that nothing can run beside it
+            # a first one that is done never handed its turn over
             if len(micro_batches) == 2 or newest.is_done:
                 break
 
@@ -143,6 +152,7 @@ class _Turn(AbstractTurn):
     """The turn of a micro-batch in a greenlet, which hands it over to the greenlet's parent."""
 
     def hand_over(self) -> None:
+        self.at_once = 2  # another one runs beside it now: too late for layers to choose
         parent = _greenlets().getcurrent().parent
         assert parent is not None
         parent.switch()
@@ -151,8 +161,8 @@ class _Turn(AbstractTurn):
 class _MicroBatch(Generic[T]):
     """A micro-batch that runs in a greenlet, with a state of torch of its own."""
 
-    def __init__(self, loss_of: Callable[[T], Tensor], batch: T, number: int) -> None:
-        self.turn = _Turn(number)
+    def __init__(self, loss_of: Callable[[T], Tensor], batch: T, turn: _Turn) -> None:
+        self.turn = turn
         self.holds: list[Any] = []
         """The parameter groups of FSDP2 that it is in, and that stay gathered anyway."""
         self._loss: Tensor | None = None

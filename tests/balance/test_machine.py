@@ -17,6 +17,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.rates import Rates
 from moesaic.program.sizes import CallSizes
+from planner.durations import durations
 
 MACHINE = Rates(
     intra_gbps=8,
@@ -80,7 +81,7 @@ def seconds_of(
     )
     program = compiled.backward if backward else compiled.forward
     simulator = Simulator(cluster_of(machine, grid))
-    return simulator.durations(program, LAYER, compiled.grid, sizes=sizes)
+    return durations(simulator, program, LAYER, compiled.grid, sizes=sizes)
 
 
 def moving(plan: Plan, grid: Grid, copies: list[list[int]]) -> dict[str, float]:

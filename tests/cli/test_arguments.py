@@ -55,6 +55,8 @@ def test_flags_override_the_default():
     ("words", "message"),
     [
         (["--cuont", "3"], "unknown argument --cuont, did you mean --count?; --help lists all"),
+        (["count=3"], "unknown argument count=3, did you mean --count 3?; --help lists all"),
+        (["word=3"], "unknown argument word=3; --help lists all"),
         (["--kind=b"], "unknown argument --kind=b, did you mean --inner.kind?; --help lists all"),
         (["--old_kind"], "unknown argument --old_kind; --help lists all"),
         (["--zzzzz"], "unknown argument --zzzzz; --help lists all"),

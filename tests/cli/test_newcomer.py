@@ -4,6 +4,7 @@ count one thing say so."""
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -74,14 +75,23 @@ def test_no_line_says_one_nodes(capsys, words):
 
 
 def test_a_layout_of_another_system_names_all_that_prints_it(capsys):
-    words = ["--model", "olmoe-1b-7b", "--cluster", "dgx-h100", "--gpus", "8"]
-    few = ["--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1"]
+    words = ["--model", "olmoe-1b-7b", "--cluster", "dgx-h100", "--gpus", "16"]
+    words += ["--batch-size", "32", "--reserve-gib", "2.0"]
+    few = ["--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--ep", "8"]
     assert main(["plan", *words, *few]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    advice = re.search(r"\(moesaic plan (emit megatron --pp \d+) prints it, with ([^)]*)\)", said)
+    said = capsys.readouterr().out.replace("\\\n", "")  # lines of one command
+    advice = re.search(r"^ +moesaic (plan emit megatron --pp \d+ .*)  # prints", said, re.MULTILINE)
     assert advice is not None
-    assert advice[2] == "the same --model and --cluster"
-    assert main(["plan", *advice[1].split(), *words]) == 0
+    command = shlex.split(advice[1])
+    assert command[5:] == words
+    layout = re.search(r"as Megatron-LM \S+ runs it: (.*?): ", " ".join(said.split()))
+    assert layout is not None
+    assert main(command) == 0
+    flags = " ".join(capsys.readouterr().out.split())
+    for name, flag in (("ep", "expert-model-parallel-size"), ("micro-batch", "micro-batch-size")):
+        size = re.search(rf"{name} (\d+)", layout[1])
+        assert size is not None
+        assert f"--{flag} {size[1]} " in flags
 
 
 def test_the_help_of_plan_names_every_model(capsys):

@@ -13,7 +13,7 @@ import pytest
 
 from moesaic.cli import main as cli
 from moesaic.cli.main import main
-from moesaic.cli.output import LASTING, LastingStream
+from moesaic.cli.output import LASTING, WIDEST, LastingStream, folded
 from moesaic.train.checkpoint import list_checkpoints
 from runs import losses, tiny, write_config
 
@@ -158,3 +158,20 @@ def test_a_training_outlives_the_reader_and_the_disk_of_its_log(tmp_path: Path, 
     assert [step for step, _ in losses(run)] == list(range(1, 7))
     assert [path.name for path in list_checkpoints(run / "checkpoints")][-1] == "step-00000006"
     assert all(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_folded_command_is_the_same_words_in_a_shell():
+    command = "torchrun --nnodes 2 -m moesaic finetune " + " ".join(
+        f"--flag-{number} {number}" for number in range(30)
+    )
+    lines = folded(f"    {command}").splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= WIDEST
+    shell = subprocess.run(
+        ["sh", "-c", "\n".join(lines).replace("torchrun", "echo torchrun", 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shell.stdout.split() == command.split()
+    assert not any(line.endswith("\\") for line in folded("said " * 60).splitlines())

@@ -486,6 +486,13 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     ):
         assert words in text
     assert ": :" not in text
+    best = re.search(r"^ 1 +([\d,]+\.\d\d) ", text, re.MULTILINE)[1]
+    said = re.search(
+        r"tokens in ([\d,.]+) s \((\S+) ms simulated; published \S+ take (\S+) t", text
+    )
+    step, simulated, longer = (float(each.replace(",", "")) for each in said.groups())
+    assert said[2] == best, "the ranking's step is the simulated one"
+    assert step == pytest.approx(simulated / 1e3 * longer, rel=0.01)
     first = next(line for line in text.splitlines() if line.startswith("change first: "))
     assert " times the speed" in first
     assert ": 0." not in first, "what slows a step down is no change to begin with"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,14 @@ from moesaic.cli.output import WIDEST
 from moesaic.cli.plan_finetune import _command
 from moesaic.planner.answer import SPEED_RATIOS
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.finetune import FinetunePrediction, SplitPrediction
+from moesaic.planner.finetune import (
+    LOSS_TOKENS,
+    FinetunePrediction,
+    SplitPrediction,
+    predict_finetune,
+)
+from moesaic.planner.presets import read_job
+from moesaic.planner.rank_memory import GIB
 from moesaic.program.plan import Plan
 
 CONFIG = {
@@ -44,18 +53,167 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= WIDEST
-    assert sum("fastest" in line for line in lines) == 1
-    text = "\n".join(lines)
+    assert sum("; recommended" in line for line in lines) == 1
+    text = unfolded("\n".join(lines))
     for words in (
-        "logits and loss 0.",
-        "of 24",
+        "its fullest rank: 0.",
+        "of 24: experts 0.",
         "layers, one rank at a time",
-        "tokens/s likely",
+        " likely; a step of 8,192 tokens takes ",
         "a second NIC",
         "run on each of 2 machines, HOST being the first one's name: torchrun --nnodes 2",
-        "fp8",
     ):
         assert words in text
+
+
+def printed(words: list[str], capsys) -> str:
+    """Return what a command prints, with folded lines whole again."""
+    assert main(words) == 0
+    return unfolded(capsys.readouterr().out)
+
+
+def unfolded(text: str) -> str:
+    """Return printed text with its folded lines whole again."""
+    return re.sub(r"( \\)?\n {4,}", " ", text)
+
+
+STAGES_WIN = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x4x4090-25gbe"]
+"""A plan whose recommended split is into stages of one rank."""
+
+
+def test_what_is_printed_is_of_the_recommended_split(capsys) -> None:
+    found = predict_finetune(
+        read_job("qwen3-30b-a3b").model,
+        cluster=read_cluster("2x4x4090-25gbe"),
+        ranks=8,
+        memory_bytes=None,
+        tokens=4096,
+        length=4096,
+        method="qlora",
+        rank=16,
+        logits=LOSS_TOKENS,
+        projections=4,
+    )
+    best = found.splits["layers, micro-batches"]
+    assert best == found.recommended
+    assert sum(best.parts.values()) == pytest.approx(best.bytes)
+    assert best.interval is not None
+    low, high = best.interval
+    seconds = 8 * 4 * 4096 / best.tokens_per_second
+
+    text = printed(STAGES_WIN, capsys)
+    assert (
+        f"recommended: 8 stages of 1 rank: {best.tokens_per_second:,.0f} tokens/s, "
+        f"{low:,.0f} to {high:,.0f} likely; a step of 131,072 tokens takes {seconds:.2f} s\n"
+    ) in text
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in best.parts.items())
+    assert f"  its fullest rank: {best.bytes / GIB:.1f} GiB, " in text
+    assert f" of 24: {parts}\n" in text
+    # of experts spread, the line of the table alone
+    assert text.count("experts spread") == 1
+    for words in ("plan of the experts' messages", "busy", "fp8"):
+        assert words not in text
+
+
+def test_plan_and_busy_links_are_printed_where_experts_spread_are_recommended(
+    command, tmp_path: Path, capsys
+) -> None:
+    one_layer = {**CONFIG, "num_hidden_layers": 1}  # no stages
+    (tmp_path / "config.json").write_text(json.dumps(one_layer))
+    text = printed(command, capsys)
+    assert "recommended: experts spread: " in text
+    for words in (
+        "plan of the experts' messages: ",
+        "seconds of a step in which each is busy: ",
+        "rows in fp8 on the wire: ",
+    ):
+        assert words in text
+
+
+def test_each_change_says_whose_speed_it_compares_and_whose_bytes_it_tells(capsys) -> None:
+    text = printed(STAGES_WIN, capsys)
+    speed = re.search(r"recommended: 8 stages of 1 rank: ([\d,]+) tokens/s", text)
+    assert speed is not None
+    assert (
+        "what would change most, each predicted again, as tokens/s of what is recommended then "
+        f"over the {speed[1]} of 8 stages of 1 rank now:\n"
+    ) in text
+    changes = text.split("rank now:\n")[1].splitlines()
+    assert len(changes) == 5
+    for line in changes:
+        assert re.fullmatch(r"  .*: \d\.\d\d times \(\d stages of \d ranks?, [\d.]+ GiB\)", line)
+
+
+def test_splits_have_the_names_of_the_docs_and_come_with_the_flags_that_run_them(capsys) -> None:
+    lines = printed(STAGES_WIN, capsys).splitlines()
+    rows = [re.split(r"  +", line.strip())[:2] for line in lines[2:7]]
+    assert rows == [
+        ["experts spread", "--plan auto"],
+        ["2 stages of 4 ranks", "--pp 2"],
+        ["4 stages of 2 ranks", "--pp 4"],
+        ["8 stages of 1 rank", "--pp 8"],
+        ["layers, one rank at a time", "no flag runs it"],
+    ]
+    assert "layers, one rank at a time: accelerate's device_map" in lines[7]
+    docs = Path(__file__).parents[2] / "docs" / "finetune.md"
+    assert "| experts spread | stages of 2 ranks | stages of 1 rank |" in docs.read_text()
+
+
+def test_halves_in_flight_are_named_with_their_flags(command, capsys) -> None:
+    text = printed([*command, "--batch-size", "8"], capsys)
+    assert re.search(
+        r"\n  2 stages of 2 ranks, halves in flight +--micro-batches-in-flight 2 --pp 2 ", text
+    )
+    assert re.search(
+        r"\n  experts spread, halves in flight +--micro-batches-in-flight 2 (--plan auto )? ", text
+    )
+
+
+def test_a_cluster_of_a_file_has_the_name_of_the_file_or_its_own(
+    command, tmp_path: Path, capsys
+) -> None:
+    boxes = tmp_path / "boxes.toml"
+    text = (resources.files("moesaic.planner") / "clusters" / "8x4090-pcie.toml").read_text()
+    boxes.write_text(text)
+    words = [*command[:-1], str(boxes)]
+    assert " on boxes.toml: qlora" in printed(words, capsys)
+    boxes.write_text(f'name = "the two boxes"\n{text}')
+    assert " on the two boxes: qlora" in printed(words, capsys)
+
+
+def test_the_folder_of_a_model_is_read(command, tmp_path: Path, capsys) -> None:
+    of_file = printed(command, capsys)
+    folder = [*command]
+    folder[3] = str(tmp_path)
+    assert printed(folder, capsys) == of_file.replace(command[3], str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    folder[3] = str(tmp_path / "empty")
+    assert "empty: the folder has no config.json: " in refused(folder, capsys)
+
+
+def test_unknown_ports_of_known_cards_are_refused_with_the_known_ones(command, capsys) -> None:
+    assert (
+        "ports of 10, 25 and 100 Gb/s are: choose one of 2x4x4090-10gbe, 2x4x4090-25gbe, "
+        "2x4x4090-100gbe"
+    ) in refused([*command[:-1], "2x4x4090-1gbe"], capsys)
+
+
+@pytest.mark.parametrize(("flags", "whose"), [([], "the default"), (["512"], "--seq-len")])
+def test_sequences_that_the_model_was_not_made_for_get_a_note_and_the_command_their_length(
+    command, tmp_path: Path, capsys, flags: list[str], whose: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 256}))
+    words = [*command[:4], *command[6:]]
+    length = 4096
+    if flags:
+        words += ["--seq-len", *flags]
+        length = 512
+    text = printed(words, capsys)
+    assert f"note: sequences of {length:,} tokens ({whose}) are longer than the 256 that " in text
+    assert f" --length {length} " in text
+    text = printed([*words, "--seq-len", "256"], capsys)
+    assert "note: " not in text
+    assert " --length 256 " in text
 
 
 def test_json_has_everything(command, capsys):
@@ -73,7 +231,7 @@ def test_json_has_everything(command, capsys):
         if change["what"] == "half the sequences in a micro-batch"
     )
     assert halved["bytes"] < found["bytes"]
-    assert {"what", "speedup", "bytes", "fits"} == set(halved)
+    assert {"what", "speedup", "split", "bytes", "fits"} == set(halved)
 
 
 def refused(words: list[str], capsys) -> str:
@@ -86,8 +244,8 @@ def refused(words: list[str], capsys) -> str:
 def test_what_does_not_fit_is_refused_with_what_does(capsys):
     words = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie"]
     assert (
-        "does not fit: needs 38.7 GiB of 24 on a device; smallest that fits: 4 such devices; "
-        "or --method qlora"
+        "does not fit: with experts spread, it needs 39.1 GiB of 24 on a device; smallest that "
+        "fits: 4 such devices; or --method qlora"
     ) in refused([*words, "--method", "lora"], capsys)
 
 

@@ -43,6 +43,14 @@ def test_out_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "dense" / "report.html").exists()
 
 
+def test_the_timeline_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    dense = dense_run(tmp_path / "dense")
+    timeline = tmp_path / "timeline.json"
+    assert main(["report", str(dense), "--perfetto", str(timeline)]) == 0
+    assert capsys.readouterr().out == f"{dense / 'report.html'}\n{timeline}\n"
+
+
 def test_json_prints_the_numbers_and_writes_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ from moesaic_lab.layer.config import (
     read_config,
 )
 from moesaic_lab.layer.same import distinct
+from planner.durations import durations
 from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
@@ -230,7 +231,7 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
     plan = Plan(codec="bf16")
     made = compile_plan(plan, grid)
     simulator = Simulator(place.cluster)
-    seconds = simulator.durations(made.forward, place.workload(made.grid.tp), made.grid)
+    seconds = durations(simulator, made.forward, place.workload(made.grid.tp), made.grid)
     copies = 8 * 2
     row = 8 * 4
     assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
@@ -251,8 +252,8 @@ def test_computing_does_not_depend_on_r(r: int | None) -> None:
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
     plan = Plan(gather_weights=r)
     made = compile_plan(plan, grid)
-    seconds = Simulator(place.cluster).durations(
-        made.backward, place.workload(made.grid.tp), made.grid
+    seconds = durations(
+        Simulator(place.cluster), made.backward, place.workload(made.grid.tp), made.grid
     )
     (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
     assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)

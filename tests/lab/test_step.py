@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.cli.main import main
 from moesaic.planner.simulator import Simulator
 from moesaic.shapes import BlockConfig
 from moesaic_lab.emulated import emulated
@@ -155,6 +157,55 @@ def test_pages_show_the_committed_results(where: Path, write: Any) -> None:
     start, end = page.MARKS
     shown = where.read_text(encoding="utf-8").split(start)[1].split(end)[0]
     assert shown.strip() == write(result).strip()
+
+
+def test_advice_names_the_splits_that_were_fastest() -> None:
+    result = json.loads(page.RESULT.read_text(encoding="utf-8"))
+    won = page.fastest_kinds(result)
+    assert {*won.values()} == {"stages"}
+    assert len(won) == 8
+    readme = page.README.read_text(encoding="utf-8")
+    assert "In all eight clusters that we emulated, the activations at the border of" in readme
+    hybrids = [claim["value"] for claim in result["claims"] if claim["name"].endswith(".hybrid")]
+    assert min(hybrids) > 1
+    advice = page.PAGE.read_text(encoding="utf-8").split("## When to take which")[1]
+    assert "stages alone were fastest" in advice.split("\n## ")[0]
+
+
+ADVICE = re.findall(
+    r"^\| (?:the same with )?`(--.+?)` \| (.+) \| (\w+) \|$",
+    page.PAGE.read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_splits_that_the_page_says_are_predicted_are(
+    row: int, capsys: pytest.CaptureFixture
+) -> None:
+    flags, told, crosses = ADVICE[row]
+    if "--model" not in flags:  # "the same with", but for the accumulation
+        flags = f"{ADVICE[row - 1][0].rsplit(' --', 1)[0]} {flags}"
+    few = "--schedules s1 --all-to-alls multicast --chunks 1 2 --json"
+    assert main(["plan", *flags.split(), *few.split()]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    best = answer["ranking"][0]
+    sizes = {"pp": best["split"]["pp"], "tp": best["mesh"]["tp"], "ep": best["mesh"]["ep"]}
+    assert told == ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    machines = 2
+    found = {"pp": sizes["pp"], "ep": sizes["ep"]}
+    assert page.crossing(found, StepCell(ranks_per_node=answer["ranks"] // machines)) == crosses
+
+
+def test_every_cell_and_column_of_the_split_page_is_explained() -> None:
+    text = page.PAGE.read_text(encoding="utf-8").split(page.MARKS[0])[1].split(page.MARKS[1])[0]
+    explained, *tables = text.split(" ranks, seconds of a step:")
+    for cell, _ in page.cells_of(json.loads(page.RESULT.read_text(encoding="utf-8"))):
+        assert f"| `{cell.name}` |" in explained
+        assert any(f"| {cell.name} |" in table for table in tables)
+    words = text.split("**What crosses between machines")[1]
+    for name in ("By hand", "ep over all ranks", "stages with spread experts", "Again", "Losses"):
+        assert f"*{name}" in words
 
 
 def test_the_picture_is_of_the_committed_results() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from moesaic.cli.main import main
 from moesaic.cli.profile import table
 from moesaic.codecs import CODECS, is_coded
 from moesaic.comm.mesh import open_transport
@@ -259,3 +260,20 @@ def one_computing_layer() -> int:
 
 def test_ranks_that_torchrun_starts_draw_the_same_weights() -> None:
     assert on_ranks(2, one_computing_layer) == [1, 1]
+
+
+def test_without_a_terminal_each_part_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(ranks_per_node, repeats, dtypes, progress, transport):
+        for what, share in (("links", 0.0), ("layers", 0.3), ("layers", 0.6)):
+            progress(what, share)
+        raise InputError("no more")
+
+    monkeypatch.setattr("moesaic.measure.profile.measure", measured)
+    assert main(["profile", "--out", str(tmp_path / "cluster.toml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("measuring")] == [
+        "measuring: links (0% done)",
+        "measuring: layers (30% done)",
+    ]

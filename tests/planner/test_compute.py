@@ -29,6 +29,7 @@ from moesaic.program.life import life_of
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op
 from planner.clusters import DEVICE, tree
+from planner.durations import durations
 
 WORKLOAD = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 GRID = Grid(world=4, ep=4)
@@ -89,7 +90,7 @@ def test_one_rank_copies_nothing_before_and_behind_its_experts() -> None:
     compiled = compile_plan(Plan(), grid)
     moved = {Op.MOVE, Op.PERMUTE}
     for program in (compiled.forward, compiled.backward):
-        seconds = Simulator(spec).durations(program, WORKLOAD, grid)
+        seconds = durations(Simulator(spec), program, WORKLOAD, grid)
         assert {seconds[task.name] for task in program.tasks if task.op in moved} == {0.0}
         added = next(task for task in program.tasks if task.op is Op.COMBINE)
         values = (WORKLOAD.copies + WORKLOAD.tokens) * WORKLOAD.dim

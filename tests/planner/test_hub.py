@@ -228,6 +228,25 @@ def test_a_model_that_cannot_be_planned_is_one_line(
 
 
 @pytest.mark.parametrize(
+    "table",
+    [
+        {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+        {"model_type": "mamba", "vocab_size": 50280, "state_size": 16, "num_hidden_layers": 32},
+        {"model_type": "t5", "vocab_size": 32128, "d_model": 512, "d_ff": 2048, "num_heads": 8},
+    ],
+    ids=lambda table: table["model_type"],
+)
+def test_a_dense_model_with_other_names_for_its_sizes_is_dense(
+    table: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(table))
+    assert "is dense, with none of num_experts, " in refused(lambda: read_job(str(path)))
+    path.write_text(json.dumps(table | {"expert_branches": 8}))
+    assert "is dense" not in refused(lambda: read_job(str(path)))
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         (

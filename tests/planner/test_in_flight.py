@@ -149,7 +149,7 @@ def test_two_in_flight_keep_the_activations_and_buffers_of_two() -> None:
     memories = []
     for number in (1, 2):
         cost_model, compiled = priced(number)
-        memories.append(cost_model.memory(compiled.forward, compiled.backward, compiled.grid))
+        memories.append(cost_model.memory(compiled))
     one, two = memories
     assert two.activations == 2 * one.activations
     assert two.buffers == 2 * one.buffers

@@ -317,6 +317,12 @@ def test_what_follows_a_hash_is_a_comment(flags: str, parts: tuple[str, ...]) ->
     assert unread_flags(flags, QWEN) == []
 
 
+def test_a_comment_ends_with_its_line_even_behind_a_backslash() -> None:
+    flags = "--tensor-model-parallel-size 2 \\\n# --bf16 \\\n--expert-model-parallel-size 8 \\\n"
+    read = from_flags(flags)
+    assert (read.tp, read.ep) == (2, 8)
+
+
 @pytest.mark.parametrize(
     ("flags", "field", "value"),
     [

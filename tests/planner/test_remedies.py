@@ -113,10 +113,7 @@ def test_no_plan_needs_less_than_the_bound_on_its_layout(
         orders=("fifo",),
         codecs=("none", "int8"),
     )
-    needs = [
-        step_memory(cost_model, plan.forward, plan.backward, plan.grid).total
-        for plan in candidates(grid, space)
-    ]
+    needs = [step_memory(cost_model, plan).total for plan in candidates(grid, space)]
     bound = least_bytes_of_plans(cost_model)
     assert bound <= min(needs) < 1.25 * bound
 

@@ -282,7 +282,7 @@ largest buffers: backward, five of the experts' inner width, four of a token's, 
 def of_even_rank(grid: Grid) -> tuple[StepCostModel, Memory]:
     cost_model = StepCostModel(JOB.step_model(CLUSTER, grid.dp), grid, Simulator(CLUSTER))
     compiled = compile_plan(Plan(), grid)
-    return cost_model, step_memory(cost_model, compiled.forward, compiled.backward, compiled.grid)
+    return cost_model, step_memory(cost_model, compiled)
 
 
 @pytest.mark.parametrize("ep", [8, 4, 2])

@@ -74,9 +74,8 @@ def test_without_stages_and_held_copies_a_step_costs_what_it_always_did() -> Non
     whole = SplitCostModel(JOB, grid, JobSplit(), simulator)
     alone = StepCostModel(JOB.step_model(FAST, grid.dp), grid, simulator)
     compiled, passes = simulated(alone)
-    programs = (compiled.forward, compiled.backward, compiled.grid)
     assert whole.estimate(*passes) == alone.estimate(*passes)
-    assert whole.memory(*programs) == step_memory(alone, *programs)
+    assert whole.memory(compiled) == step_memory(alone, compiled)
     assert whole.floor() == alone.floor()
 
 
@@ -138,7 +137,7 @@ def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
             estimate = model.estimate(*passes)
             assert model.floor() <= estimate.seconds
             assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
-            memory = model.memory(compiled.forward, compiled.backward, compiled.grid)
+            memory = model.memory(compiled)
             assert model.least_bytes <= memory.total
 
 
@@ -256,3 +255,32 @@ def test_under_a_load_what_is_held_gives_way_before_the_plan(load: str) -> None:
     found = search(JOB, replace(FAST, device=device), skewed, **given).best
     assert found.grid == even.grid
     assert found.split != even.split
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 2}, {"tp": 2, "ep": 2, "etp": 2}])
+def test_which_axis_is_innermost_changes_no_cost(sizes: dict[str, int]) -> None:
+    """The search computes what follows from the sizes of a layout for one order of the axes."""
+    grid = grid_of(8, **sizes)
+    turned = replace(grid, innermost="ep")
+    for split in holdings(grid, JobSplit()):
+        first = SplitCostModel(JOB, grid, split, Simulator(FAST))
+        other = SplitCostModel(JOB, turned, split, Simulator(FAST))
+        assert first.on(turned).grid == turned
+        for each in (first.on(turned), other, other.held(split)):
+            assert each.least_bytes == first.least_bytes
+            assert each.moving_seconds == first.moving_seconds
+            assert each.compute_bound == first.compute_bound
+            assert each.link_bound == first.link_bound
+            assert each.floor() == first.floor()
+
+
+def test_a_cost_model_held_in_another_way_equals_one_made_so() -> None:
+    grid = grid_of(8, ep=4)
+    whole = SplitCostModel(JOB, grid, JobSplit(pp=2), Simulator(FAST))
+    for split in holdings(grid, JobSplit(pp=2)):
+        made = SplitCostModel(JOB, grid, split, Simulator(FAST))
+        held = whole.held(split)
+        assert held.split == split
+        assert held.model == made.model
+        assert held.least_bytes == made.least_bytes
+        assert held.moving_seconds == made.moving_seconds

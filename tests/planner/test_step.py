@@ -4,6 +4,7 @@ roofline."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -284,7 +285,7 @@ def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> No
 
 def memory(model: StepModel = MODEL) -> Memory:
     compiled = compile_plan(Plan(), GRID)
-    return step_memory(around(model), compiled.forward, compiled.backward, compiled.grid)
+    return step_memory(around(model), compiled)
 
 
 def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
@@ -309,3 +310,24 @@ def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
 def test_impossible_models_are_refused(fields: dict, line: str) -> None:
     with pytest.raises(InputError, match=line):
         replace(MODEL, **fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 7, "sparse_layers": 3},
+        {"micro_batches": 5, "alive": 3.0, "stages": 2, "runs": 2, "schedule": "zb-h1"},
+        {"held": "gradients", "replicas": 2, "expert_replicas": 1},
+        {"sharded": "none", "parameter_bytes": 2, "gradient_bytes": 2, "gathered_bytes": 2},
+        {"recomputed": ("block",), "recomputed_blocks": 1, "recomputed_together": 2},
+        {"embeddings": 1, "outputs": 3, "table_bytes": 5.0, "adapters": (1.0, 1.0)},
+        {"attention_kept": 7.0, "attention_up_kept": 3.0, "attention_normed": 9.0},
+        {"attention_result": 8.0, "stepwise": ("norms",), "launches": (1.0, 1.0)},
+        {"loss_kept": 9.0, "loss_chunks": 2, "logits_kept": 2.0, "keeps_activated": True},
+        {"overlapped": True, "graphs": True, "hides_parameters": False, "hides_gradients": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_parts_of_a_block_take_as_long_however_it_is_held(change: dict[str, Any]) -> None:
+    """Layouts share them by the fields of a model that they depend on."""
+    assert around(replace(MODEL, **change)).forward == around(MODEL).forward

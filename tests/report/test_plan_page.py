@@ -112,7 +112,12 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
-    speed = Speed(tokens_per_second=1000.0, interval=(800.0, 1250.0), utilization=0.25)
+    speed = Speed(
+        tokens_per_second=1000.0,
+        step_seconds=1.1 * best.seconds,
+        interval=(800.0, 1250.0),
+        utilization=0.25,
+    )
     answer = PlanAnswer(
         job=JOB,
         result=result,
@@ -123,10 +128,13 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
         timelines=timelines,
     )
     shown = {card.title: (*card.values, card.note) for card in tiles(answer)}
-    unit, length = unit_of(best.seconds)
-    low, high = (f"{best.seconds / length * factor:.3g}" for factor in (0.8, 1.25))
-    assert shown["Step time"][1].startswith(f"{low} ")
-    assert f" to {high} {unit} " in shown["Step time"][1]
+    times = []
+    for factor in (1.1, 0.88, 1.375, 1):
+        unit, length = unit_of(factor * best.seconds)
+        times.append(f"{factor * best.seconds / length:.3g} {unit}")
+    usual, low, high, simulated = times
+    note = f"{low} to {high} by published steps; {simulated} simulated"
+    assert shown["Step time"] == (usual, note)
     assert shown["Cost in the currency of --price-per-hour"][0] == "1,000,000"
     of_usual = {card.title: card.values for card in tiles(replace(answer, price=None))}
     assert of_usual["Cost in US dollars"] == ("694,444",)

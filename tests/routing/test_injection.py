@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from helpers import make_layer, refused
 from moesaic import LoadBalance, MoE, ZLoss, collect_losses, set_loss_scale
 from moesaic.errors import InputError
-from moesaic.routing import injection
+from moesaic.routing import gradient_scalers, injection
 from moesaic.routing.injection import InjectsLosses
 from moesaic.runtime.routing_cache import checkpoint
 
@@ -318,6 +318,81 @@ def test_losses_under_a_gradient_scaler_have_their_weight() -> None:
     torch.testing.assert_close(found[0], plain.router.weight.grad, rtol=2e-2, atol=1e-3)
 
 
+SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "scaler": lambda: torch.amp.GradScaler("cpu"),
+    "a class of one's own": lambda: type("Own", (torch.amp.GradScaler,), {})("cpu"),
+}
+UNDIVIDED: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "scale of 1": lambda: torch.amp.GradScaler("cpu", init_scale=1.0),
+    "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
+}
+
+
+def scaled_steps(
+    layer: MoE,
+    scaler: torch.amp.GradScaler,
+    loss_of: Callable[[Tensor], Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+    **options: bool,
+) -> list[str]:
+    """Return the warnings of two steps of a scaler."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, **options)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = loss_of(tokens().float())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return warned(step) + warned(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", SCALERS)
+def test_a_scaler_that_divides_injected_losses_is_warned_of_once(
+    name: str, fused: bool, dtype: torch.dtype
+) -> None:
+    layer = layer_of().float()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return layer(x).float().sum()
+
+    found = scaled_steps(layer, SCALERS[name](), loss_of, dtype, fused=fused)
+    assert found == [gradient_scalers.SCALED]
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_a_scaler_that_divides_by_one_is_not_warned_of(name: str) -> None:
+    layer = layer_of().float()
+    assert scaled_steps(layer, UNDIVIDED[name](), lambda x: layer(x).float().sum()) == []
+
+
+def test_a_scaler_of_collected_or_scaled_losses_or_of_another_model_is_not_warned_of() -> None:
+    other = layer_of().float()
+    propagate(other, tokens().float())  # injects, and no scaler steps it
+    layer = layer_of().float()
+    collected = scaled_steps(
+        layer,
+        torch.amp.GradScaler("cpu"),
+        lambda x: layer(x).float().sum() + sum(collect_losses(layer)),
+    )
+    assert collected == []
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled_loss(x: Tensor) -> Tensor:
+        set_loss_scale(layer, scaler.get_scale())
+        return layer(x).float().sum()
+
+    assert scaled_steps(layer, scaler, scaled_loss) == []
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert warned(plain.step) == []
+    linear = nn.Linear(8, 8)
+    assert scaled_steps(linear, torch.amp.GradScaler("cpu"), lambda x: linear(x).sum()) == []
+
+
 # Collected
 
 
@@ -438,6 +513,38 @@ def test_losses_of_several_forward_passes_in_one_backward_pass_warn_once() -> No
 
     assert warned(together) == [injection.BESIDE]
     assert warned(together) == [], "once"
+
+
+def test_a_layer_that_does_not_train_injects_nothing_and_does_not_warn() -> None:
+    layer = layer_of().requires_grad_(False)
+
+    def together() -> None:
+        sum(layer(tokens(seed).requires_grad_()).sum() for seed in range(2)).backward()
+
+    assert warned(together) == []
+
+
+@in_one_graph
+def test_compiled_forward_passes_in_one_backward_pass_warn_once(
+    compiled: Callable[[MoE], Callable[[Tensor], Tensor]],
+) -> None:
+    layer = layer_of()
+    call = compiled(layer)
+
+    def each_alone() -> None:
+        for seed in range(3):
+            call(call(tokens(seed))).sum().backward()
+
+    def together() -> None:
+        (sum(call(tokens(seed)).sum() for seed in range(3)) / 3).backward()
+
+    assert warned(each_alone) == []
+    assert warned(together) == [injection.BESIDE]
+    assert warned(together) == [], "once"
+    other = layer_of()
+    set_loss_scale(other, 1 / 3)
+    call = compiled(other)
+    assert warned(together) == []
 
 
 @pytest.mark.parametrize("how", ["set_loss_scale", "collect_losses"])

@@ -157,7 +157,9 @@ def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
 def test_a_search_in_one_process_says_that_there_is_nothing_to_split(tmp_path):
     said: list[str] = []
     config = with_planned(tiny(tmp_path, planner={"plan": "search"}), said.append)
-    assert said == ["planner: one process has nothing to split, so nothing is searched"]
+    (line,) = said
+    assert line.startswith("planner: one process has nothing to split, so nothing is searched")
+    assert "torchrun" in line
     assert config.planner.plan == ""
 
 

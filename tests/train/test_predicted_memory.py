@@ -98,7 +98,7 @@ def predicted(case: str, world: int) -> float:
     job = job_of({**TINY, **table_of(case)}, "here")
     cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, Simulator(cluster))
     compiled = compile_plan(Plan(), grid)
-    return step_memory(cost_model, compiled.forward, compiled.backward, grid).total
+    return step_memory(cost_model, compiled).total
 
 
 @pytest.mark.random

@@ -112,3 +112,23 @@ def test_no_more_layers_are_left_behind_than_the_configuration_says(said, tmp_pa
     line = refused(moesaic.convert, source, tmp_path / "out", to="hf")
     first = 3 if said == 1 else 2
     assert f"model.layers.{first}." in line or "is not a configuration" in line
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["hub's names", "present names"])
+def test_files_of_the_model_without_its_output_are_read_if_the_output_is_tied(
+    tmp_path: Path, original: bool
+) -> None:
+    """As `Qwen3MoeModel` saves them: without the prefix of the model below the output."""
+    whole = build("Qwen3Moe", tie_word_embeddings=True)
+    whole.tie_weights()
+    whole.save_pretrained(tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "below", save_original_format=original)
+    for name in ("whole", "below"):
+        moesaic.convert(tmp_path / name, tmp_path / f"{name}-out", to="moesaic")
+    assert_bitwise(tensors_of(tmp_path / "below-out"), tensors_of(tmp_path / "whole-out"))
+
+
+def test_files_of_the_model_without_its_output_lack_an_output_of_its_own(tmp_path: Path) -> None:
+    build("Qwen3Moe", tie_word_embeddings=False).model.save_pretrained(tmp_path / "below")
+    line = refused(moesaic.convert, tmp_path / "below", tmp_path / "out", to="moesaic")
+    assert line.endswith("1 tensors of the model are missing: lm_head.weight")

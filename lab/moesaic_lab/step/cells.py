@@ -69,7 +69,7 @@ class StepCell(Place):
     @property
     def how(self) -> str:
         """How the cell is measured, for readers."""
-        computed = "virtual compute" if self.compute == "virtual" else "computed on the cores"
+        computed = "waiting in place of computing" if self.compute == "virtual" else "computing"
         return f"emulated links, {computed}"
 
     @property

@@ -96,7 +96,7 @@ def seconds(row: Row | None) -> str:
 
 def front(result: Mapping[str, Any]) -> str:
     """Return README's table: a line per cell."""
-    lines = [["seconds of a step", *KINDS, "the search chooses", "measured with"]]
+    lines = [["seconds of a step", *KINDS, "the search chooses (pp: stages)", "measured with"]]
     for cell, rows in cells_of(result):
         if cell.name not in FRONT:
             continue
@@ -107,21 +107,105 @@ def front(result: Mapping[str, Any]) -> str:
     return markdown_table(lines)
 
 
+CELLS_IN_WORDS = """A *cell* is an emulated cluster on which every split runs. In most, attention
+and experts only take the time that they would on an accelerator of 30 GFLOP/s, without a core, so
+a waiting rank lends none; in `2x2_150mbit_real` they compute. A cell that stands for GPUs has
+links as much slower than theirs as this accelerator."""
+"""What the cells have in common."""
+SPLITS_IN_WORDS = """A split is named by flags of `moesaic train`: pp, ep (`--mesh.pp`,
+`--mesh.ep`; 1 where left out), parts a stage (`--mesh.parts-per-stage`), sharded in nodes or over
+all (`--mesh.shard node`, `all`), nothing held (`--mesh.hold nothing`; else `parameters`), two in
+flight (`--micro-batches-in-flight 2`), chunks and multicast (`--plan.chunks`,
+`--plan.all-to-all`). Cut in 4: four times as many micro-batches, each a quarter as large. Behind
+it stands whose way it is; *chosen* is what the search chose from a profile of the bed, *again* the
+first split, run once more after all others. A cell has 12 minutes; splits for which none were left
+are missing. \N{ALMOST EQUAL TO}: stopped after one step, which took over four times as long as the
+best."""
+"""What the names of splits in the tables mean."""
+RATIOS_IN_WORDS = """Ratios of the seconds of two steps, with the smallest and the largest ratio of
+two single steps; what misses its target is bold. *By hand* are all splits but the chosen one. *ep
+over all ranks* is the fastest with `--mesh.ep` equal to the number of ranks and nothing in flight,
+*stages with spread experts* the fastest with pp and ep above 1, over the fastest without. The rank
+correlation is 1 if predictions put the splits in the order of their measured steps. *Again* shows
+how much one split differs from itself. *Losses differ* by this share at most after the last
+step."""
+"""What the columns of the last table mean."""
+
+
 def page(result: Mapping[str, Any]) -> str:
-    """Return the tables of docs/choose_a_split.md: for each shape of the beds a line per split and
-    a column per cell, then the claims."""
-    parts = []
+    """Return the tables of docs/choose_a_split.md: the cells, for each shape of their beds a line
+    per split and a column per cell, what was fastest, then the claims."""
     cells = cells_of(result)
+    parts = [_in_one_line(CELLS_IN_WORDS), _table_of_cells([cell for cell, _ in cells])]
+    parts.append(_in_one_line(SPLITS_IN_WORDS))
     for shape in dict.fromkeys(cell.shape for cell, _ in cells):
         own = [(cell, rows) for cell, rows in cells if cell.shape == shape]
-        parts += [f"{shape} ranks, seconds of a step:", _table_of_shape(shape, own)]
-    return "\n\n".join([*parts, claims_table(result), f"Measured {measured({'step': result})}."])
+        parts += [f"{shape} ranks, seconds of a step:", _table_of_shape(own)]
+    parts += [what_was_fastest(result), _in_one_line(RATIOS_IN_WORDS), claims_table(result)]
+    return "\n\n".join([*parts, f"Measured {measured({'step': result})}."])
 
 
-def _table_of_shape(shape: str, cells: Sequence[tuple[StepCell, list[Row]]]) -> str:
+def _in_one_line(text: str) -> str:
+    """Return a text without its line breaks."""
+    return " ".join(text.split())
+
+
+def _table_of_cells(cells: Sequence[StepCell]) -> str:
+    """Return the table that says what the name of each cell means."""
+    heads = ["cell", "machines x ranks", "links between machines", "links inside"]
+    lines = [[*heads, "experts of a token", "attention and experts", "has the proportions of"]]
+    for cell in cells:
+        computed = "take their time" if cell.compute == "virtual" else "computed"
+        inside = "" if cell.ranks_per_node == 1 else _rate_in_words(cell.intra)
+        lines.append(
+            [
+                f"`{cell.name}`",
+                f"{cell.nodes} x {cell.ranks_per_node}",
+                _rate_in_words(cell.inter),
+                inside,
+                str(cell.top_k),
+                computed,
+                cell.stands_for,
+            ]
+        )
+    return markdown_table(lines)
+
+
+def _rate_in_words(rate: str | None) -> str:
+    """Return a link's rate, such as "150mbit", for readers."""
+    if rate is None:
+        return "not limited"
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def what_was_fastest(result: Mapping[str, Any]) -> str:
+    """Return in how many cells each thing that may cross the slow link was fastest, by hand, and
+    which of those without stages."""
+    winners = fastest_kinds(result)
+    without_stages = fastest_kinds(result, kinds=("tokens", "weights"))
+    counts = [f"{kind} in {list(winners.values()).count(kind)}" for kind in KINDS]
+    tokens = [f"`{name}`" for name, kind in without_stages.items() if kind == "tokens"]
+    without = f"tokens in {', '.join(tokens)}, else weights" if tokens else "weights in all"
+    return (
+        f"**What crosses between machines under the fastest split by hand**, in {len(winners)} "
+        f"cells: {', '.join(counts)}; under the fastest without stages: {without}."
+    )
+
+
+def fastest_kinds(result: Mapping[str, Any], kinds: Sequence[str] = tuple(KINDS)) -> dict[str, str]:
+    """Return by name of a cell what crosses the slow link under its fastest split by hand, of those
+    in which one of `kinds` does."""
+    winners = {}
+    for cell, rows in cells_of(result):
+        best = best_of_kinds(rows, cell)
+        of_kinds = {kind: row for kind in kinds if (row := best[kind]) is not None}
+        winners[cell.name] = min(of_kinds, key=lambda kind: of_kinds[kind]["median_seconds"])
+    return winners
+
+
+def _table_of_shape(cells: Sequence[tuple[StepCell, list[Row]]]) -> str:
     """Return the table of the cells on beds of one shape: by hand, chosen, and run again."""
-    columns = [cell.name.removeprefix(f"{shape}_") for cell, _ in cells]
-    lines = [["split", "crosses", *columns]]
+    lines = [["split", "crosses", *(cell.name for cell, _ in cells)]]
     splits_and_roles = list(
         dict.fromkeys((row["split"], row["role"]) for _, rows in cells for row in rows)
     )
@@ -144,19 +228,31 @@ def _row_of(rows: Sequence[Row], split: str, role: str) -> Row | None:
     return None
 
 
+TITLES = {
+    "chosen_over_best": "chosen over best by hand",
+    "chosen_over_ep": "chosen over ep over all ranks",
+    "hybrid": "stages with spread experts over best other",
+    "order": "rank correlation of predictions",
+    "again": "again over before",
+    "losses_differ": "losses differ by the share",
+}
+"""The title of the column of each claim of a cell."""
+
+
 def claims_table(result: Mapping[str, Any]) -> str:
     """Return the claims of each cell as a table, missed ones in bold."""
     by_name = {claim["name"]: claim for claim in result["claims"]}
-    names = ("chosen_over_best", "chosen_over_ep", "hybrid", "order", "again", "losses_differ")
-    titles = [name.replace("_", " ") for name in names]
-    titles[names.index("order")] = "order, rank correlation"
-    lines = [["cell", *titles]]
+    lines = [["cell", *TITLES.values()]]
     for cell, _ in cells_of(result):
-        of_cell = [by_name.get(f"step.{cell.name}.{name}") for name in names]
+        of_cell = [by_name.get(f"step.{cell.name}.{name}") for name in TITLES]
         lines.append([cell.name, *map(claim_in_words, of_cell)])
     median = claim_in_words(by_name["step.pick_regret.median"])
     worst = claim_in_words(by_name["step.pick_regret.worst"])
-    return f"{markdown_table(lines)}\n\n`step.pick_regret`: median {median}, worst {worst}."
+    regret = (
+        "By how much longer than the fastest split the chosen one takes (`step.pick_regret`, as a "
+        f"share, over all profiles): median {median}, worst {worst}."
+    )
+    return f"{markdown_table(lines)}\n\n{regret}"
 
 
 def claim_in_words(claim: Mapping[str, Any] | None) -> str:

@@ -153,14 +153,15 @@ def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], st
 
 def _nearest(word: str, flags: list[str]) -> str:
     """Return ", did you mean --X?" for a flag whose name ends like an unknown one, else for the one
-    that is most like it."""
+    that is most like it; without a dash, only for a flag that is given as field=value."""
     import difflib
 
-    if not word.startswith("-"):
-        return ""
-    name = word.split("=")[0].lstrip("-").replace("_", "-")
-    last_part = name.rpartition(".")[2]
+    given, _, value = word.partition("=")
+    name = given.lstrip("-").replace("_", "-")
     names = [flag.lstrip("-") for flag in flags]
+    if not word.startswith("-"):  # refusals name the field, not the flag
+        return f", did you mean --{name} {value}?" if value and name in names else ""
+    last_part = name.rpartition(".")[2]
     # --top-k is meant for --model.moe.top-k
     near = [each for each in names if each.rpartition(".")[2] == last_part]
     if not near:

@@ -29,13 +29,19 @@ WIDEST = 160
 
 
 def folded(line: str) -> str:
-    """Return a line of at most `WIDEST` columns; what is left follows on indented lines."""
+    """Return a line of at most `WIDEST` columns; what is left follows on indented lines. One that
+    is a command can still be pasted into a shell: its lines end in a backslash."""
     indent = line[: len(line) - len(line.lstrip())] + "    "
-    return "\n".join(
-        textwrap.wrap(
-            line, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
+    is_command = line.lstrip().startswith(("moesaic ", "torchrun "))
+    end = " \\" if is_command else ""
+    lines = textwrap.wrap(
+        line,
+        WIDEST - len(end),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return f"{end}\n".join(lines)
 
 
 class LastingStream(io.TextIOBase):

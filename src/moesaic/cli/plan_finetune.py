@@ -12,29 +12,35 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from moesaic.cli.arguments import parse
 from moesaic.cli.output import folded
 from moesaic.cli.plan_search import JobOptions
-from moesaic.errors import InputError
+from moesaic.errors import InputError, counted
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.finetune import (
     CODED,
+    IN_FLIGHT,
     LOSS_TOKENS,
     WEIGHT_BYTES,
     FinetunePrediction,
     Method,
+    SplitPrediction,
     predict_finetune,
 )
 from moesaic.planner.halves import without_chunks
+from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.program.plan import Plan, plan_in_words
 
 MOST_TIMES = 16
 """Largest factor by which devices are multiplied, or sequences are shortened, to find what fits."""
+ONE_AT_A_TIME = "layers, one rank at a time"
+"""Name of the split that `moesaic finetune` has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,13 @@ class FinetuneChange:
     what: str
     """The change, in words."""
     speedup: float
-    """Tokens per second after it over those before it, of the fastest split that fits."""
+    """Tokens per second of the recommended split after it over those of the one before it."""
+    split: str
+    """Name of the recommended split after it."""
     bytes: float
-    """Bytes of tensors on the fullest rank with expert parallelism after it."""
+    """Bytes of tensors on the fullest rank of that split."""
     fits: bool
-    """Whether expert parallelism fits after it."""
+    """Whether a device holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +121,28 @@ def run(arguments: Sequence[str]) -> int:
             **asdict(predicted),
             "bytes": predicted.bytes,
             "fastest": predicted.fastest,
+            "recommended": _best(predicted)[0],
             "command": _command(model, cluster, predicted, sizes),
             "changes": [asdict(change) for change in changes],
         }
         print(json.dumps(data, indent=2))
         return 0
     lines = _lines(model, cluster, predicted, changes, sizes)
+    if isinstance(job.model, HubShape):
+        lines = chain(_note_of_length(job.model, options), lines)
     print(*map(folded, lines), sep="\n")
     return 0
+
+
+def _note_of_length(model: HubShape, options: PlanFinetuneOptions) -> Iterator[str]:
+    """Yield a line if sequences are longer than those that the model was made for."""
+    if model.positions is not None and model.seq_len > model.positions:
+        whose = "the default" if options.seq_len is None else "--seq-len"
+        yield (
+            f"note: sequences of {model.seq_len:,} tokens ({whose}) are longer than the "
+            f"{model.positions:,} that {options.model} was made for (max_position_embeddings): "
+            f"give --seq-len {model.positions} or less"
+        )
 
 
 def _lines(
@@ -130,51 +152,132 @@ def _lines(
     changes: list[FinetuneChange],
     sizes: dict[str, Any],
 ) -> Iterator[str]:
-    """Yield the lines of the answer: the memory, each split, the plan, the command and what would
+    """Yield the lines of the answer: each split, the recommended one, its command, and what would
     change most."""
-    device = cluster.device.memory_gib
+    ranks = sizes["ranks"]
     yield (
         f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, "
         f"{sizes['tokens']:,} tokens in sequences of {sizes['length']:,} for each of "
-        f"{sizes['ranks']} ranks, {sizes['accumulation']} micro-batches a step"
+        f"{counted(ranks, 'rank')}, {sizes['accumulation']} micro-batches a step"
     )
-    with_fragments = _reserved(found.bytes)
-    yield (
-        f"fullest rank, experts spread: {found.bytes / GIB:.1f} GiB, {with_fragments:.1f} with "
-        f"fragments, of {device:g}"
-    )
-    yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
-
-    yield "split over ranks                  tokens/s       GiB  limited by"
-    for name, split in found.splits.items():
-        mark = ""
-        if name == found.fastest:
-            mark = "; fastest"
-        elif not split.fits:
-            mark = "; does not fit"
-        speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
-        yield f"  {name:<31} {speed}  {split.bottleneck}{mark}"
-
-    if found.plan is not None and found.tokens_per_second is not None:
-        low, high = found.interval or (0.0, 0.0)
-        busiest_first = sorted(found.limits, key=lambda name: -found.limits[name])
-        busy = ", ".join(f"{name} {found.limits[name]:.2f}" for name in busiest_first[:3])
-        yield (
-            f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: "
-            f"{found.seconds:.2f}; busy: {busy}"
-        )
-        yield f"  plan: {plan_in_words(found.plan)}"
+    yield from _table(found, ranks)
+    yield from _lines_of_best(cluster, found, sizes)
 
     where = "run"
     if cluster.nodes > 1:
         where += f" on each of {cluster.nodes} machines, HOST being the first one's name"
-    yield f"{where}: {_command(model, cluster, found, sizes)}"
-    yield "what would change most, each predicted again:"
+    yield f"{where}:"
+    yield f"    {_command(model, cluster, found, sizes)}"
+
+    name, best = _best(found)
+    yield (
+        "what would change most, each predicted again, as tokens/s of what is recommended then "
+        f"over the {best.tokens_per_second:,.0f} of {in_words(name, ranks)} now:"
+    )
     for change in changes[:6]:
-        needs = f"{change.bytes / GIB:.1f} GiB with experts spread"
+        needs = f"{in_words(change.split, ranks)}, {change.bytes / GIB:.1f} GiB"
         if not change.fits:
             needs += ", does not fit"
-        yield f"  {change.what}: {change.speedup:.2f} times the tokens/s; {needs}"
+        yield f"  {change.what}: {change.speedup:.2f} times ({needs})"
+
+
+def _table(found: FinetunePrediction, ranks: int) -> Iterator[str]:
+    """Yield a table with a line for each split of the model, and what its names mean."""
+    best_name, _ = _best(found)
+    rows = []
+    for name, split in found.splits.items():
+        flags = " ".join(_words(_split_flags(split, found.plan))) or "none needed"
+        mark = ""
+        if split.stages is None:
+            flags = "no flag runs it"
+        if not split.fits:
+            mark = "; does not fit"
+        elif name == best_name and split.stages is not None:
+            mark = "; recommended"
+        speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>19.1f}"
+        rows.append((in_words(name, ranks), flags, f"{speed}  {split.bottleneck}{mark}"))
+
+    heads = ("split over ranks", "flags")
+    wide, wide_flags = (max(len(row[at]) for row in [heads, *rows]) for at in (0, 1))
+    columns = f"{'tokens/s':>12}{'fullest rank, GiB':>19}  limited by"
+    yield f"{heads[0]:<{wide + 2}}  {heads[1]:<{wide_flags}}{columns}"
+    for split_name, flags, figures in rows:
+        yield f"  {split_name:<{wide}}  {flags:<{wide_flags}}{figures}"
+    if ONE_AT_A_TIME in found.splits:
+        yield (
+            f"{in_words(ONE_AT_A_TIME, ranks)}: accelerate's device_map, under which the others "
+            "wait; a comparison, moesaic finetune has no such split"
+        )
+
+
+def _lines_of_best(
+    cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
+) -> Iterator[str]:
+    """Yield what is known of the recommended split: speed, memory by part, and, if experts are
+    spread over all ranks, the plan of their messages."""
+    name, best = _best(found)
+    says = "recommended" if best.stages is not None else "fits, but is for comparison only"
+    low, high = best.interval or (0.0, 0.0)
+    step_tokens = sizes["ranks"] * sizes["accumulation"] * sizes["tokens"]
+    yield (
+        f"{says}: {in_words(name, sizes['ranks'])}: {best.tokens_per_second:,.0f} tokens/s, "
+        f"{low:,.0f} to {high:,.0f} likely; a step of {step_tokens:,} tokens takes "
+        f"{step_tokens / best.tokens_per_second:.2f} s"
+    )
+    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in best.parts.items())
+    yield (
+        f"  its fullest rank: {best.bytes / GIB:.1f} GiB, {_reserved(best.bytes):.1f} with "
+        f"fragments, of {cluster.device.memory_gib:g}: {parts}"
+    )
+    is_spread = best.stages == 1 and sizes["ranks"] > 1
+    if is_spread and found.plan is not None:
+        plan = found.plan if best.in_flight == 1 else without_chunks(found.plan)
+        yield f"  plan of the experts' messages: {plan_in_words(plan)}"
+    if is_spread and best.in_flight == 1:
+        busiest_first = sorted(found.limits, key=lambda limit: -found.limits[limit])
+        busy = ", ".join(f"{limit} {found.limits[limit]:.2f}" for limit in busiest_first[:3])
+        yield f"  seconds of a step in which each is busy: {busy}"
+
+
+def _best(found: FinetunePrediction) -> tuple[str, SplitPrediction]:
+    """Return the recommended split and its name; if `moesaic finetune` has none that fits, the
+    fastest one."""
+    for name, split in found.splits.items():
+        if split is found.recommended:
+            return name, split
+    return found.fastest, found.splits[found.fastest]
+
+
+def in_words(name: str, ranks: int) -> str:
+    """Return what a split of a model over some ranks is called in print."""
+    flying = ", halves in flight" if name.endswith(IN_FLIGHT) else ""
+    split = name.removesuffix(IN_FLIGHT)
+    words = {
+        "experts": "experts spread" if ranks > 1 else "one rank",
+        "layers, micro-batches": f"{ranks} stages of 1 rank",
+        ONE_AT_A_TIME: "layers, one rank at a time",
+    }
+    return words.get(split, split) + flying
+
+
+def _split_flags(split: SplitPrediction, spread_plan: Plan | None) -> dict[str, Any]:
+    """Return the flags of `moesaic finetune` that choose a split, by name; `spread_plan` is that of
+    experts that are spread over all ranks."""
+    flags: dict[str, Any] = {}
+    plan = spread_plan or Plan()
+    if split.in_flight != 1:
+        flags["micro-batches-in-flight"] = split.in_flight
+        plan = without_chunks(plan)
+    if split.stages != 1:
+        flags["pp"] = split.stages
+    elif plan != Plan():
+        flags["plan"] = "auto"  # the speed is of a plan that the default is not
+    return flags
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    """Return flags as words of a command line."""
+    return [f"--{name} {value}" for name, value in flags.items()]
 
 
 def _command(
@@ -198,25 +301,17 @@ def _command(
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m moesaic"
         )
 
-    flags = {}
+    flags: dict[str, Any] = {}
     if cluster.nodes == 1:
         flags["ranks"] = sizes["ranks"]
-    plan = found.plan or Plan()  # of experts that are spread over all ranks
-    if best.in_flight != 1:
-        flags["micro-batches-in-flight"] = best.in_flight
-        plan = without_chunks(plan)
-    if best.stages != 1:
-        flags["pp"] = best.stages
-    elif plan != Plan():
-        flags["plan"] = "auto"  # the speed is of a plan that the default is not
+    flags |= _split_flags(best, found.plan)
     flags["method"] = sizes["method"]
     flags["rank"] = sizes["rank"]
     flags["length"] = sizes["length"]
     flags["micro-batch"] = sizes["tokens"] // sizes["length"]
     step_tokens = sizes["ranks"] * sizes["accumulation"] * sizes["tokens"]
     flags["batch"] = step_tokens // sizes["length"]
-    words = [f"--{name} {value}" for name, value in flags.items()]
-    return " ".join([f"{starts} finetune {shlex.quote(str(folder))} DATA", *words])
+    return " ".join([f"{starts} finetune {shlex.quote(str(folder))} DATA", *_words(flags)])
 
 
 def _reserved(num_bytes: float) -> float:
@@ -229,34 +324,29 @@ def _changes(
 ) -> Iterator[FinetuneChange]:
     """Yield single changes of a fine-tune, each predicted again."""
 
-    def change(
-        what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
-    ) -> FinetuneChange:
-        """Return how a change speeds up the split with experts spread (`of_experts`), or the
-        fastest one; `other` is the changed cluster, and `changed` are changed sizes. `splits` are
-        by name: "experts" is that of experts spread over the ranks."""
+    _, before = _best(found)
+
+    def change(what: str, other: ClusterSpec = cluster, **changed: Any) -> FinetuneChange:
+        """Return how a change speeds up what is recommended; `other` is the changed cluster, and
+        `changed` are changed sizes."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
-        split_before = found.splits["experts" if of_experts else found.fastest]
-        split_after = after.splits["experts" if of_experts else after.fastest]
-        speedup = split_after.tokens_per_second / split_before.tokens_per_second
-        return FinetuneChange(what=what, speedup=speedup, bytes=after.bytes, fits=bool(after.fits))
+        name, split = _best(after)
+        return FinetuneChange(
+            what=what,
+            speedup=split.tokens_per_second / before.tokens_per_second,
+            split=name,
+            bytes=split.bytes,
+            fits=split.fits,
+        )
 
     tokens = sizes["tokens"]
     length = sizes["length"]
     if cluster.nodes > 1:
-        yield change(
-            "a second NIC per machine, experts spread",
-            cluster.with_links("outside", 2.0),
-            of_experts=True,
-        )
+        yield change("a second NIC per machine", cluster.with_links("outside", 2.0))
     if cluster.devices_per_node > 1:
-        yield change(
-            "links inside machines twice as fast, experts spread",
-            cluster.with_links("inside", 2.0),
-            of_experts=True,
-        )
-    if cluster.world > 1:
-        yield change("rows in fp8 on the wire, experts spread", of_experts=True, codecs=CODED)
+        yield change("links inside machines twice as fast", cluster.with_links("inside", 2.0))
+    if cluster.world > 1 and before.stages == 1:  # stages have no other plan than the default
+        yield change("rows in fp8 on the wire", codecs=CODED)
     yield change("twice the sequences in a micro-batch", tokens=2 * tokens)
     if tokens > length:
         sequences = tokens // length
@@ -296,6 +386,8 @@ def _what_fits(
             fitting.append(f"--method {method}")
             break
     # the framework itself uses 1 GiB
-    needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
+    needed = _reserved(found.bytes) + 1
+    which = "with experts spread, it " if cluster.world > 1 else ""
+    needs = f"{which}needs {needed:.1f} GiB of {memory:g} on a device"
     changes = "; or ".join(fitting) or "no single change that was tried"
     return f"{needs}; smallest that fits: {changes}"

@@ -153,7 +153,7 @@ def _as_others(
     lines: list[str] = []
     if cluster.world > 1 and isinstance(job.model, HubShape):
         best = options.best_of("megatron", job, cluster)
-        lines += as_others_shard("megatron", job, cluster, best, ours)
+        lines += as_others_shard("megatron", job, cluster, best, ours, options.asked)
     if flags is not None:
         lines += explained(job, cluster, ours, flags)
     return lines
@@ -196,7 +196,7 @@ def _print_without_layout(
     lines = [f"{error}: {changes}", about_parameters(error.job, cluster)]
     lines += _as_others(error.job, cluster, options, ours=None, flags=flags)
     if flags is None:
-        raise InputError("; ".join(lines))
+        raise InputError("; ".join(map(str.strip, lines)))
     print(*map(folded, lines), sep="\n")
     return 0
 

@@ -9,6 +9,7 @@ than its share the busiest expert (here: ep rank) gets, relative to that share.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -53,7 +54,7 @@ class JobOptions:
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A model (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, gpt-oss-120b, deepseek-v3), a preset of
     moesaic train (demo, gpt-small, ...), a training configuration (TOML, or the config.json of a
-    run), or the config.json of a Hugging Face model."""
+    run), or the config.json of a Hugging Face model, or its folder."""
     cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile
     wrote; docs/planning.md lists both."""
@@ -93,7 +94,7 @@ class JobOptions:
             names = ", ".join(CONFIGS)
             raise InputError(
                 f"--model is missing: name one ({names}), a training configuration, or a model's "
-                "config.json"
+                "config.json or its folder"
             )
         if not self.cluster:
             raise InputError(
@@ -182,6 +183,21 @@ class SearchOptions(JobOptions):
                 "out"
             )
         return simulator
+
+    @property
+    def asked(self) -> str:
+        """The flags, as typed in a shell, that say what the best layout of another system is for:
+        the model, the cluster, the sizes of a step, and what may fill the memory."""
+        default = SearchOptions()
+        words = []
+        for name in (*(field.name for field in fields(JobOptions)), "allow_lossy", "reserve_gib"):
+            value = getattr(self, name)
+            if value == getattr(default, name):
+                continue
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(shlex.quote(str(value)))
+        return " ".join(words)
 
     def counts(self) -> list[np.ndarray]:
         """Return tables of copies, each (groups, num_experts): the table of a file, or the `TABLES`

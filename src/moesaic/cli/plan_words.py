@@ -139,7 +139,7 @@ def answer(
     speed = best_speed(job, cluster, best)
     yield about_parameters(job, cluster)
     tokens = job.batch_size * job.accumulation * job.model.seq_len
-    yield f"speed: {_speed_in_words(speed, tokens, cluster.world)}; {OTHERS_STEPS}"
+    yield f"speed: {_speed_in_words(speed, tokens, best.seconds)}; {OTHERS_STEPS}"
     if job.model.checkpoint_activations and isinstance(job.model, HubShape):
         yield "activations are recomputed: otherwise no layout fits the memory"
 
@@ -223,9 +223,10 @@ def as_others_shard(
     cluster: ClusterSpec,
     best: tuple[OthersLayout, PlannedStep] | None,
     ours: Speed | None,
+    asked: str,
 ) -> Iterator[str]:
-    """Yield a line with the speed of the best layout of another system, and a warning if its
-    pipeline lacks sequences.
+    """Yield a line with the speed of the best layout of another system, the command that prints it,
+    what we lack of it, and a warning if its pipeline lacks sequences.
 
     Args:
         system: a key of `SYSTEMS`.
@@ -233,6 +234,7 @@ def as_others_shard(
         cluster: the cluster.
         best: the layout and its step; None if none fits.
         ours: the speed of our best plan; None if none fits.
+        asked: the flags that say the model, the cluster and the sizes of a step.
     """
     name = SYSTEMS[system].version or system
     if best is None:
@@ -250,14 +252,14 @@ def as_others_shard(
     choices = ", ".join(_choices_of(layout))
     yield (
         f"as {name} runs it: {choices}: {speed.tokens_per_second:,.0f} tokens/s and "
-        f"device, {step.memory.total / GIB:.1f} GiB{times} (moesaic plan emit "
-        f"{system} --pp {layout.pp} prints it, with the same --model and --cluster)"
+        f"device, {step.memory.total / GIB:.1f} GiB{times}"
     )
+    yield f"    moesaic plan emit {system} --pp {layout.pp} {asked}  # prints its flags"
 
     gains = without_what_we_lack(job, cluster, layout)
     if gains:
-        parts = ", ".join(f"{what} ({gain:.2f} times)" for what, gain in gains.items())
-        yield f"of that, moesaic train lacks {parts}, each against the same layout without it"
+        parts = [f"{what} ({gain:.2f} times as fast with it)" for what, gain in gains.items()]
+        yield f"of that, the ranking does not try {', '.join(parts)}"
     yield from _starved(job, cluster, layout)
 
 
@@ -303,9 +305,8 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
     yield (
-        f"yours: {_speed_in_words(speed, sequences * job.model.seq_len, cluster.world)}; limited "
-        f"by {_limit(step)}; {step.memory.total / GIB:.1f} "
-        f"GiB{what_is_missing(step.memory, cluster)}"
+        f"yours: {_speed_in_words(speed, sequences * job.model.seq_len, step.seconds)}; limited by "
+        f"{_limit(step)}; {step.memory.total / GIB:.1f} GiB{what_is_missing(step.memory, cluster)}"
     )
 
     parts = [f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in step.estimate.parts.items()]
@@ -349,14 +350,16 @@ def _memory_in_words(memory: Memory) -> str:
     return ", ".join(f"{part} {num_bytes / GIB:.1f}" for part, num_bytes in asdict(memory).items())
 
 
-def _speed_in_words(speed: Speed, tokens: int, devices: int) -> str:
-    """Return a speed in words, and the step of all devices that it gives for a number of tokens."""
+def _speed_in_words(speed: Speed, tokens: int, simulated_seconds: float) -> str:
+    """Return a speed in words, with its step of a number of tokens, and what was simulated of
+    that."""
     low, high = speed.interval
-    seconds = tokens / speed.tokens_per_second / devices
+    longer = speed.step_seconds / simulated_seconds
     return (
         f"{speed.tokens_per_second:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f} by "
-        f"published steps), a step of {tokens:,} tokens in {seconds:,.2f} s, MFU "
-        f"{speed.utilization:.0%}"
+        f"published steps), a step of {tokens:,} tokens in {speed.step_seconds:,.2f} s "
+        f"({simulated_seconds * 1e3:,.2f} ms simulated; published steps take {longer:.2f} times "
+        f"that), MFU {speed.utilization:.0%}"
     )
 
 

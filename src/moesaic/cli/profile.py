@@ -73,10 +73,15 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
+            shown: set[str] = set()
 
             def show(what: str, share: float) -> None:
-                """Show what is measured, and the share that is done."""
+                """Show what is measured, and the share that is done; without a terminal, which
+                shows no bar, in a line for each thing."""
                 bar.update(task, description=what, completed=share)
+                if not console.is_terminal and what not in shown:
+                    shown.add(what)
+                    console.print(f"measuring: {what} ({share:.0%} done)")
 
             grid = Mesh.create(device_type="cpu").grid
             ranks_per_node = grid.ranks_per_node or grid.world

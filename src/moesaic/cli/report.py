@@ -63,4 +63,6 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps({"page": str(path), "runs": [one.headline() for one in runs]}))
     else:
         print(in_one_line(str(path)))
+        if options.perfetto is not None:
+            print(in_one_line(options.perfetto))
     return 0

@@ -156,10 +156,13 @@ class AbstractTurn(ABC):
 
     Args:
         number: the place of the micro-batch in its step.
+        at_once: how many micro-batches run at a time, one or two; None for two, unless the layers'
+            plan "auto" chooses before the first message.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, at_once: int | None = None) -> None:
         self.number = number
+        self.at_once = at_once
         self.contexts: list[AbstractSuspended] = []
         """The contexts that it is in, and that set attributes of modules, the outermost first."""
         self.injecting: dict[int, Any] = {}
@@ -175,10 +178,13 @@ TURN: ContextVar[AbstractTurn | None] = ContextVar("moesaic.turn", default=None)
 
 
 def current_turn() -> AbstractTurn | None:
-    """Return the turn of the micro-batch that computes here, if it may be handed over: not in a
-    backward pass or in inference mode, whose states belong to the thread."""
+    """Return the turn of the micro-batch that computes here, if it may be handed over: not where
+    one runs at a time, in a backward pass or in inference mode, whose states belong to the
+    thread."""
     turn = TURN.get()
-    if turn is None or torch._C._current_graph_task_id() != -1:  # -1: no backward pass runs
+    if turn is None or turn.at_once == 1:
+        return None
+    if torch._C._current_graph_task_id() != -1:  # a backward pass runs
         return None
     return None if torch.is_inference_mode_enabled() else turn
 
@@ -186,7 +192,7 @@ def current_turn() -> AbstractTurn | None:
 def number_in_flight() -> int | None:
     """Return the number of the micro-batch that computes here; None if no others are in flight."""
     turn = TURN.get()
-    return None if turn is None else turn.number
+    return None if turn is None or turn.at_once == 1 else turn.number
 
 
 class NoTransport(AbstractTransport):

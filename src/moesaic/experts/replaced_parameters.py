@@ -6,8 +6,10 @@ and the loss of a model would fall all the same. The old object cannot become th
 has slots that a parameter lacks, so `torch.utils.swap_tensors` refuses, and FSDP2 keeps its own.
 Such an optimizer is therefore refused, in the next forward pass for training at the latest, unless
 another optimizer holds the new parameters. An optimizer is any object with a method `step` that
-holds parameters in lists and dicts of its own, of torch or not; a function that steps parameters by
-itself is not found. Hooks of a parameter move to the one that took its place.
+holds parameters in lists and dicts of its own, of torch or not. What is not found so, such as a
+function that steps parameters, or objects that `gc.freeze` hides, is refused in its first step: it
+reads the gradient of a replaced parameter, which raises the error. Hooks of a parameter move to the
+one that took its place.
 
 A succession is one such replacement. It is stale if an optimizer holds the old parameter and none
 holds the new one.
@@ -21,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -88,7 +91,9 @@ class ReplacedParameters:
             if succession.new == old.number:
                 self._successions[index] = replace(succession, new=id(new))
         owner = weakref.ref(old.owner)
-        self._successions.append(Succession(old.name, old=old.parameter, new=id(new), owner=owner))
+        succession = Succession(old.name, old=old.parameter, new=id(new), owner=owner)
+        self._successions.append(succession)
+        _refuse_reads(succession)
 
     def check(self) -> None:
         """Look for optimizers that hold replaced parameters, if any were made or ended since the
@@ -188,6 +193,35 @@ def _move_hooks(old: nn.Parameter | None, new: nn.Parameter) -> None:
         new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
+
+
+def _refuse_reads(succession: Succession) -> None:
+    """Make a replaced parameter raise InputError where its gradient is read, as optimizers do,
+    unless one holds what is in its place."""
+    old = succession.old()
+    if old is None:
+        return
+    kind: Any = type(old)
+    is_covered = False
+
+    def read(parameter: nn.Parameter) -> Any:
+        nonlocal is_covered
+        if not is_covered and succession.trains:
+            new = id(getattr(succession.owner(), succession.name))
+            is_covered = any(new in _ids(optimizer) for optimizer in _optimizers())
+            if not is_covered:
+                raise InputError(
+                    f"the gradient of {succession.name} is read by what was made before the model "
+                    "was spread over ranks: it holds a parameter that is no longer in the model, "
+                    "and would not train it: make the optimizer after parallelize"
+                )
+        return kind.grad.__get__(parameter)
+
+    def write(parameter: nn.Parameter, value: Any) -> None:
+        kind.grad.__set__(parameter, value)
+
+    # an object's own property is one of its class
+    old.__class__ = type(kind.__name__, (kind,), {"grad": property(read, write)})
 
 
 def owned_parameters(module: nn.Module) -> list[OwnedParameter]:

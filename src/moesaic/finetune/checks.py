@@ -128,6 +128,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             projections=4,  # linear layers of attention with adapters: q, k, v and o
             # (stages, micro-batches of a step)
             stages=(options.pp, max(options.batch // at_once, 1)),
+            in_flight=options.micro_batches_in_flight,
         )
 
     prediction = predicted(options.length, world)

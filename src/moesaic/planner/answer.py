@@ -43,6 +43,9 @@ class Speed:
 
     tokens_per_second: float
     """Tokens per second and device: the median of its interval."""
+    step_seconds: float
+    """Seconds of a step at that speed: the simulated ones, as much longer as published steps are in
+    the median."""
     interval: tuple[float, float]
     """Likely range of `tokens_per_second`, by the errors of the ledger's steps."""
     utilization: float
@@ -96,6 +99,7 @@ def speed_of(
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,
+        step_seconds=step.seconds / middle,
         interval=(simulated * low / most_longer, simulated * high / least_longer),
         utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
@@ -162,10 +166,10 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     simulator = Simulator(cluster)
     cost_model = SplitCostModel(job, planned.grid, planned.split, simulator)
     compiled = compile_plan(planned.plan, planned.grid)
-    programs = compiled.forward, compiled.backward
-    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
-    passes = simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-    return cost_model.estimate_of(compiled, *passes).seconds, memory
+    passes = simulator.passes(
+        compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
+    )
+    return cost_model.estimate_of(compiled, *passes).seconds, cost_model.memory(compiled)
 
 
 @dataclass(frozen=True, kw_only=True)

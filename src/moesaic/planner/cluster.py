@@ -603,7 +603,9 @@ class ClusterSpec:
         return kind == "inside" and len(joined) == num_pairs
 
 
-CARDS = re.compile(r"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|(10|25|100)gbe)")
+PORTS = ("10", "25", "100")
+"""Rates of ports in Gb/s that names of cards may end in."""
+CARDS = re.compile(rf"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|({'|'.join(PORTS)})gbe)")
 """Names of machines with some of the cards of a preset `8xCARD-pcie`: `4x4090-pcie`, and
 `2x4x4090-25gbe` for two machines of four cards with a port of 25 Gb/s each."""
 ETHERNET_SHARE = 0.92
@@ -632,18 +634,20 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
             invalid value.
     """
     if name.endswith((".toml", ".json")):
-        table = read_table(Path(name))
+        path = Path(name)
+        table = read_table(path)
         if {"format", "versions", "host"} <= table.keys():
             raise InputError(
                 f"cluster {name} is a profile of an earlier version: run moesaic profile again"
             )
+        table = {"name": path.name, **table}
     elif name in presets():
         folder = resources.files("moesaic.planner").joinpath("clusters")
         with resources.as_file(folder.joinpath(f"{name}.toml")) as path:
             table = {"name": name, **read_table(path)}
     else:
         cards = CARDS.fullmatch(name)
-        if cards is None or f"8x{cards[3]}-pcie" not in presets():
+        if cards is None or not _is_cards(name):
             raise InputError(
                 f"cluster {name!r} is unknown{_near_cluster(name)} (or give cards, "
                 "4x4090-pcie or 2x4x4090-25gbe, or a path that ends in .toml)"
@@ -656,13 +660,27 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
 
 
 def _near_cluster(name: str) -> str:
-    """Return a suggestion for an unknown name: the cards without their link, or a preset."""
+    """Return a suggestion for an unknown name: known ports, if the cards are known and the port is
+    not; the cards, if they come without a link; or a preset."""
+    cards_of_name, _, port = name.rpartition("-")
+    if re.fullmatch(r"\d+(?:gbe|g|gbit)?", port) and _is_cards(f"{cards_of_name}-25gbe"):
+        names = [f"{cards_of_name}-{each}gbe" for each in PORTS]
+        return (
+            f": its cards are known, and ports of {', '.join(PORTS[:-1])} and {PORTS[-1]} Gb/s "
+            f"are: choose one of {', '.join(names)}"
+        )
     for link in ("25gbe", "pcie"):  # of several machines, of one
         cards = CARDS.fullmatch(f"{name}-{link}")
         is_several = cards is not None and cards[1] is not None
-        if cards and is_several == (link == "25gbe") and f"8x{cards[3]}-pcie" in presets():
+        if is_several == (link == "25gbe") and _is_cards(f"{name}-{link}"):
             return f": did you mean {name}-{link}?"
     return suggestion(name, presets())
+
+
+def _is_cards(name: str) -> bool:
+    """Whether a name is one of cards that a preset has."""
+    cards = CARDS.fullmatch(name)
+    return cards is not None and f"8x{cards[3]}-pcie" in presets()
 
 
 def _cluster_of_cards(name: str, cards: re.Match[str], nodes: int | None) -> ClusterSpec:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from moesaic.codecs import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec
-from moesaic.planner.movement import AbstractVolumes, row_bytes
+from moesaic.planner.movement import AbstractVolumes, of_each, row_bytes
 from moesaic.planner.workload import Workload
 from moesaic.program.task import Kind, Op, Slot, Task
 
@@ -47,6 +48,11 @@ class DeviceRates:
     in memory. Two bytes are read, and one is written by rows and one by columns, for the products
     of the gradients."""
 
+    @cached_property
+    def _log_rows(self) -> np.ndarray:
+        """Logarithms of `rows`."""
+        return np.log(self.rows)
+
     def product_seconds(
         self, rows: np.ndarray, flops_per_row: float, weight_bytes: float, *, grouped: bool = False
     ) -> np.ndarray:
@@ -65,7 +71,7 @@ class DeviceRates:
         flops = self.grouped_flops if grouped else self.flops
         has_rows = rows > 0
         clamped_rows = np.maximum(rows[has_rows], self.rows[0])
-        share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
+        share = np.interp(np.log(clamped_rows), self._log_rows, self.share)
         computing = clamped_rows * flops_per_row / (flops * share)
         reading = weight_bytes / self.memory
         seconds = np.zeros(len(rows))
@@ -162,8 +168,6 @@ def compute_seconds(
     """
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
-    read = _bytes(task.reads, slots, volumes)
-    written = _bytes(task.writes, slots, volumes)
     # a move has `of` if a kernel sends its rows as they lie
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
@@ -173,9 +177,10 @@ def compute_seconds(
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
+    written = _bytes(task.writes, slots, volumes)
     if task.op is Op.PERMUTE:  # which reads a token for each of its rows
         return 2 * written / rates.memory
-    return (read + written) / rates.memory
+    return (_bytes(task.reads, slots, volumes) + written) / rates.memory
 
 
 def _experts(
@@ -254,15 +259,12 @@ def _coding(
     rows = volumes.rows(slot.layout)
     plain_bytes = volumes.bytes_of(slot)
     codec = task.codec if slot.kind is Kind.ROWS else ""  # "": rows are sent as they are
-    # The bytes of each number of rows are computed once; also before a rate that needs none, since
-    # it refuses rows that the codec does not support.
-    row_counts, inverse = np.unique(rows, return_inverse=True)
-    coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
+    # also before a rate that needs none, since it refuses rows that the codec does not support
+    coded_bytes = of_each(rows, lambda count: row_bytes(slot, codec, count, volumes.layer))
     # plain bytes per second of this codec, else of any; None: as fast as copies
     rate = rates.codecs.get(name_of(codec), rates.codec) if codec else None
     if rate is not None:
         return plain_bytes / rate
-    coded_bytes = np.array(coded)[inverse]
     return (plain_bytes + coded_bytes) / rates.memory
 
 

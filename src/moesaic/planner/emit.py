@@ -263,11 +263,12 @@ def _words(flags: str) -> list[str]:
 
     `--a=b` is two words, and torchtitan's subcommand for recomputation becomes a flag.
     """
-    lines = flags.replace("\r\n", "\n").replace("\\\n", " ")
-    # what is quoted (the group) stays, since a # in it begins no comment
-    without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
+    # What is quoted or escaped (the group) stays, since a # in it begins no comment. A comment ends
+    # with its line, even behind a backslash.
+    without_comments = COMMENT.sub(lambda match: match[1] or "", flags.replace("\r\n", "\n"))
     words = []
-    written_as_flag = SUBCOMMAND.sub("--activation-checkpoint.mode ", without_comments)
+    joined = without_comments.replace("\\\n", " ")
+    written_as_flag = SUBCOMMAND.sub("--activation-checkpoint.mode ", joined)
     for word in shlex.split(written_as_flag):
         if word.startswith("-"):
             words += word.split("=", 1)

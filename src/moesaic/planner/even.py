@@ -25,7 +25,13 @@ import numpy as np
 from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hops import HopPaths, Route, check_regular, hop_paths, route_of
-from moesaic.planner.movement import AbstractVolumes, Movement, connected_components, row_bytes
+from moesaic.planner.movement import (
+    AbstractVolumes,
+    Movement,
+    connected_components,
+    of_each,
+    row_bytes,
+)
 from moesaic.planner.symmetry import (
     Digits,
     Pairs,
@@ -148,23 +154,20 @@ class Even(AbstractVolumes):
             run for run in switch_ranks if topology.ranks_per_node < run < grid.world
         )
         """Numbers of ranks behind the switches that join several nodes."""
-        self._rows: dict[Layout, np.ndarray] = {}
-        """Results of `rows`."""
+        # results of these are kept
+        self._rows = cache(self._count_rows)
+        self._hop_rows = cache(self._count_hop_rows)
+        self._stays = cache(self._find_stays)
+        self._ends = cache(self._find_ends)
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
         """Results of `movements`, by kind of rows, movement, codec, all-to-all and hop."""
-        self._ends: dict[Move, tuple[Messages, Messages]] = {}
-        """Results of `messages`."""
-        self._checked: set[tuple[str, int, int, bool]] = set()
-        """What `check_regular` has found regular: all-to-all, nodes, ranks of a node, in steps."""
 
     @property
     def num_actors(self) -> int:
         return self.topology.block if self._apart else 1
 
     def rows(self, layout: Layout) -> np.ndarray:
-        if layout not in self._rows:
-            self._rows[layout] = self._count_rows(layout)
-        return self._rows[layout]
+        return self._rows(layout)
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
         """Return the rows of a layout on each class of ranks, (num_actors,): the pieces there times
@@ -209,17 +212,13 @@ class Even(AbstractVolumes):
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
-        # chunks are equal, so their numbers do not matter
-        ends = (_any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce)
+        move = _of_any_chunk(move)
         link = task.link if task.op is Op.HOP else ""  # the all-to-all that a hop is a step of
-        key = (source.kind, *ends, codec, link, task.hop)
+        key = (source.kind, move, codec, link, task.hop)
         if key not in self._movements:
-
-            def num_bytes(rows: float) -> float:
-                """Return the bytes of rows."""
-                return row_bytes(source, codec, rows, self.layer)
-
-            self._movements[key] = self._compute_movements(task, move, num_bytes)
+            self._movements[key] = self._compute_movements(
+                task, move, lambda rows: row_bytes(source, codec, rows, self.layer)
+            )
         return self._movements[key]
 
     def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
@@ -233,7 +232,7 @@ class Even(AbstractVolumes):
     def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
         """Return the classes of pairs that exchange rows, and the rows of one pair of each
         class."""
-        key = (digits, _any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce)
+        key = (digits, _of_any_chunk(move))
         if key not in self._known.exchanges:
             groups = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
             self._known.exchanges[key] = _exchange(digits, move, groups)
@@ -269,9 +268,7 @@ class Even(AbstractVolumes):
         pairs, rows = self._pair_rows(digits, move)
         if not len(rows):
             return []
-        bytes_of_rows = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
-        pair_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()])
-        class_bytes = pair_bytes * pairs.count
+        class_bytes = of_each(rows, num_bytes) * pairs.count
         if task.op is not Op.HOP:
             return self._group_messages(pairs.source, pairs.target, class_bytes, pairs.count)
         paths = self._paths_of(task, digits, move, pairs)
@@ -281,6 +278,10 @@ class Even(AbstractVolumes):
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
         """See `AbstractRowCounts`."""
+        return self._hop_rows(hop._replace(move=_of_any_chunk(hop.move)))
+
+    def _count_hop_rows(self, hop: HopRows) -> np.ndarray:
+        """Return the rows of a hop's messages, (num_actors,)."""
         digits = self._link_digits(hop.link, hop.move, self._radix(hop.move.source))
         pairs, rows = self._pair_rows(digits, hop.move)
         if not len(rows):
@@ -298,6 +299,10 @@ class Even(AbstractVolumes):
 
     def stays(self, move: Move) -> bool:
         """See `AbstractRowsMoved`."""
+        return self._stays(_of_any_chunk(move))
+
+    def _find_stays(self, move: Move) -> bool:
+        """Return `stays`."""
         pairs, _ = self._pair_rows(self._radix(move.source), move)
         return not len(pairs.source) and np.array_equal(
             self.rows(move.source), self.rows(move.target)
@@ -305,9 +310,7 @@ class Even(AbstractVolumes):
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
         """See `AbstractRowsMoved`."""
-        if move not in self._ends:
-            self._ends[move] = self._find_ends(move)
-        return self._ends[move]
+        return self._ends(_of_any_chunk(move))
 
     def _find_ends(self, move: Move) -> tuple[Messages, Messages]:
         """Return what ranks send and receive in a movement.
@@ -376,9 +379,7 @@ class Even(AbstractVolumes):
         outside_node = group - digits.local
         nodes = digits.product(outside_node)
         per_node = digits.product(group & digits.local)
-        if (name, nodes, per_node, in_steps) not in self._checked:
-            check_regular(link, name, nodes, per_node, in_steps=in_steps)
-            self._checked.add((name, nodes, per_node, in_steps))
+        check_regular(link, name, nodes, per_node, in_steps=in_steps)
         # paths of some all-to-alls depend on groups of so many neighbouring nodes
         nodes_per_group = link.nodes_per_group(nodes)
         if nodes_per_group <= 1:
@@ -497,10 +498,15 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
     )
 
 
-@lru_cache(maxsize=1024)
-def _any_chunk(layout: Layout) -> Layout:
-    """Return a layout with its chunk number set to 0, since even chunks are equal."""
-    return replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout
+@lru_cache(maxsize=4096)
+def _of_any_chunk(move: Move) -> Move:
+    """Return a movement of chunk 0 in place of any other one, since even chunks are equal."""
+
+    def layout(of: Layout) -> Layout:
+        """Return a layout of chunk 0."""
+        return replace(of, chunk=0) if isinstance(of.chunk, int) else of
+
+    return replace(move, source=layout(move.source), target=layout(move.target))
 
 
 def _ranks_behind_switches(cluster: ClusterSpec, ranks_per_node: int) -> list[int]:

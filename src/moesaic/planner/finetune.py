@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moesaic.errors import InputError
-from moesaic.planner.answer import speed_of
+from moesaic.planner.answer import SPEED_RATIOS, speed_of
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.halves import seconds_in_flight, seconds_in_turn, without_chunks
@@ -46,25 +46,25 @@ WEIGHT_BYTES: dict[Method, float] = {
 64, or of one in 8 bits and of a float32 scale for each 256 of those; or 16 bits."""
 RESERVED = 1.0 * GIB
 """Memory of a device that the framework uses besides tensors."""
-LOGIT_BYTES = 12
-"""Bytes of each logit where the loss needs most: float32 log-probabilities, their gradient, and the
-logits' (transformers' `ForCausalLMLoss` over PyTorch's cross entropy; the logits in 16 bits are
-free by then)."""
+LOGIT_BYTES = (4, 8)
+"""Bytes of each logit that the loss keeps for backward, and further ones where backward needs most:
+float32 log-probabilities, and their gradient and the logits' (transformers' `ForCausalLMLoss` over
+PyTorch's cross entropy; the logits in 16 bits are free by then)."""
 TOKEN_BYTES = 18
 """Bytes of each value of a token that a recomputed block keeps, and its gradients: float32 copies
 for two norms and two adapters, 16 bits for the gradient of the residual stream."""
-COPY_VALUES = 5.0
+COPY_VALUES = 5
 """Values of the token's width that backward of frozen experts has for each copy of a token: rows,
 the results' gradient without and with routing weights, the rows' gradient and its adapters' part.
 Of the hidden width it has the results of each matrix but the last and the rows that the last one
 reads, and the gradients of both (`FrozenExperts.gradients`)."""
-SENT_VALUES = 3.5
-"""Further values of the token's width for each copy in buffers of the exchange. Measured on two
-ranks, three seeds."""
-FACTOR_BYTES = (8, 14)
-"""Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several:
-copies in 16 bits, their gradients, and the same in float32; on several ranks also joined for a
-call. Measured."""
+RECEIVED_VALUES = 2
+"""Further values of the token's width for each copy on several ranks: rows and results' gradients
+as they arrived, beside those in the order of the experts."""
+FACTOR_BYTES = 5
+"""Bytes of each parameter of a block's adapters of experts while it runs backward: copies in 16
+bits, their gradients, and, for the factors that shards of an expert have in common, which are about
+half, these again as one tensor."""
 COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
 CODED: tuple[Codec, ...] = ("none", "fp8")
@@ -92,6 +92,8 @@ class FinetuneJob(Job):
     """Tokens whose logits exist at once; None for those of a micro-batch."""
     projections: Projections = 2
     """Linear layers of attention with adapters: 2 for queries and values, 4 for all."""
+    in_flight: Literal[1, 2] = 1
+    """With 2, a micro-batch runs as two halves in flight; tells memory, not time."""
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
         """Return the model of a step that trains adapters alone: that of a step which trains the
@@ -128,6 +130,11 @@ class SplitPrediction:
     """Whether a device holds them."""
     bottleneck: str
     """What takes longest: computation, a link, or gathering parameters."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """`bytes` by part."""
+    interval: tuple[float, float] | None = None
+    """Likely range of `tokens_per_second`, by the errors of predicted training steps; no fine-tune
+    is among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +203,7 @@ def predict_finetune(
     codecs: tuple[Codec, ...] = ("none",),
     stages: tuple[int, int] = (1, 1),
     projections: Projections = 2,
+    in_flight: Literal[1, 2] = 1,
 ) -> FinetunePrediction:
     """Predict a fine-tune with gradient checkpointing, of adapters on experts and on attention.
 
@@ -215,18 +223,15 @@ def predict_finetune(
         stages: the number of stages, of whose layers `parts` tells the bytes, and the micro-batches
             that a rank of one gets per optimizer step. Other splits do not depend on it.
         projections: linear layers of attention with adapters: 2 for queries and values, 4 for all.
+        in_flight: 2 for `parts` of micro-batches that run as two halves in flight. `splits` do not
+            depend on it.
 
     Raises:
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    sizes = {
-        "ranks": ranks,
-        "tokens": tokens,
-        "length": length,
-        "rank": rank,
-        "accumulation": accumulation,
-    }
+    sizes = {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank}
+    sizes["accumulation"] = accumulation
     _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
@@ -235,6 +240,7 @@ def predict_finetune(
         rank=rank,
         logits=logits,
         projections=projections,
+        in_flight=in_flight,
         model=replace(shape, seq_len=length, checkpoint_activations=True),
         data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
     )
@@ -264,23 +270,20 @@ def _predicted(
     stages: tuple[int, int],
 ) -> FinetunePrediction:
     """Return the memory that a fine-tune needs and, if the cluster is known, its speed."""
-    per_node = None if cluster is None else cluster.devices_per_node
-    grid = Grid(world=ranks, ep=ranks, ranks_per_node=per_node)
     machine = cluster or unnamed(ranks)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
     num_stages, count = stages  # count: micro-batches of a rank
     if num_stages == 1:
-        whole = StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine))
-        parts = _memory(whole, job)
+        parts = spread_parts(job, machine)
     else:
         by_stage = stage_parts(job, machine, num_stages, count)
-        parts = max(by_stage, key=lambda each: sum(each.values()))
+        parts = _fullest(by_stage)
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     found = FinetunePrediction(parts=parts, fits=fits)
     if cluster is None:
         return found
-    return _with_speed(found, job, cluster, memory_bytes or 0.0, codecs)
+    return _with_speed(found, replace(job, in_flight=1), cluster, memory_bytes or 0.0, codecs)
 
 
 def _with_speed(
@@ -296,22 +299,28 @@ def _with_speed(
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
     low, high = speed.interval
+    parts = spread_parts(job, cluster)
+    needed = sum(parts.values())
     of_experts = SplitPrediction(
         stages=1,
         tokens_per_second=ranks * speed.tokens_per_second,
-        bytes=found.bytes,
-        fits=bool(found.fits),
+        bytes=needed,
+        fits=_fits(needed, memory_bytes),
         bottleneck=best.estimate.bottleneck,
+        parts=parts,
+        interval=(ranks * low, ranks * high),
     )
     splits = {"experts": of_experts}
     flying = spread_in_flight(job, cluster, best)
     if flying is not None:
-        splits["experts" + IN_FLIGHT] = _faster(of_experts, best.seconds / flying)
+        of_halves = [spread_parts(replace(job, in_flight=2), cluster)]
+        speedup = best.seconds / flying
+        splits["experts" + IN_FLIGHT] = _flying(of_experts, speedup, of_halves, memory_bytes)
     return replace(
         found,
         seconds=best.seconds,
         tokens_per_second=of_experts.tokens_per_second,
-        interval=(ranks * low, ranks * high),
+        interval=of_experts.interval,
         bottleneck=of_experts.bottleneck,
         limits=best.estimate.limits,
         plan=best.plan,
@@ -319,10 +328,28 @@ def _with_speed(
     )
 
 
-def _faster(split: SplitPrediction, speedup: float) -> SplitPrediction:
-    """Return a split with the halves of its micro-batches in flight, which hold together what a
-    whole one holds."""
-    return replace(split, in_flight=2, tokens_per_second=speedup * split.tokens_per_second)
+def _flying(
+    split: SplitPrediction, speedup: float, parts: list[dict[str, float]], memory_bytes: float
+) -> SplitPrediction:
+    """Return a split with the halves of its micro-batches in flight, from the bytes of its ranks by
+    part."""
+    fullest = _fullest(parts)
+    needed = sum(fullest.values())
+    low, high = split.interval or (0.0, 0.0)
+    return replace(
+        split,
+        in_flight=2,
+        tokens_per_second=speedup * split.tokens_per_second,
+        bytes=needed,
+        fits=_fits(needed, memory_bytes),
+        parts=fullest,
+        interval=(speedup * low, speedup * high),
+    )
+
+
+def _fullest(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the bytes of the fullest of some ranks, which are given by part."""
+    return max(parts, key=lambda each: sum(each.values()))
 
 
 def _check(
@@ -426,7 +453,8 @@ def layer_splits(
         splits[name] = in_turn
         speedup = staged_speedup(job, cluster, stages, count)
         if speedup is not None:
-            splits[name + IN_FLIGHT] = _faster(in_turn, speedup)
+            of_halves = stage_parts(replace(job, in_flight=2), cluster, stages, count)
+            splits[name + IN_FLIGHT] = _flying(in_turn, speedup, of_halves, memory_bytes)
     if "layers, micro-batches" in splits:  # the same stages, with a single micro-batch
         one_by_one = _of_stages(job, cluster, (ranks, 1), memory_bytes)
         splits["layers, one rank at a time"] = replace(one_by_one, stages=None)
@@ -445,14 +473,18 @@ def _of_stages(
     num_stages, count = stages
     layout = _stages_layout(job, cluster.world, num_stages, count)
     step = staged_step(job, cluster, num_stages, count)
-    by_stage = stage_parts(job, cluster, num_stages, count)
-    needed = max(sum(parts.values()) for parts in by_stage)
+    parts = _fullest(stage_parts(job, cluster, num_stages, count))
+    needed = sum(parts.values())
+    speed = layout.global_batch * job.model.seq_len / step.seconds
+    low, _, high = SPEED_RATIOS
     return SplitPrediction(
         stages=num_stages,
-        tokens_per_second=layout.global_batch * job.model.seq_len / step.seconds,
+        tokens_per_second=speed,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
         bottleneck=step.estimate.bottleneck,
+        parts=parts,
+        interval=(low * speed, high * speed),
     )
 
 
@@ -495,6 +527,14 @@ def _stages_layout(job: FinetuneJob, ranks: int, stages: int, count: int) -> Oth
         sharded="parameters",
         stepwise=(*STEPWISE, "loss"),
     )
+
+
+def spread_parts(job: FinetuneJob, cluster: ClusterSpec) -> dict[str, float]:
+    """Return the bytes of a rank by part, with experts spread over all devices of a cluster."""
+    ranks = cluster.world
+    grid = Grid(world=ranks, ep=ranks, ranks_per_node=cluster.devices_per_node)
+    whole = StepCostModel(job.step_model(cluster, grid.dp), grid, Simulator(cluster))
+    return _memory(whole, job)
 
 
 def stage_parts(
@@ -577,60 +617,104 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     layer = cost_model.model.layer
     attention, experts = _adapters(model, job)
     adapters = attention + experts / grid.ep
-    logits = float((job.logits or layer.tokens) * model.vocab * LOGIT_BYTES)
+    micro_batch_inputs = model.num_layers * layer.tokens * layer.dim * 2.0
+    frozen_bytes = model.expert_parameters * WEIGHT_BYTES[job.method]
     # parts into which all experts are divided: those of one layer on one rank
     expert_parts = grid.ep * max(model.moe_layers, 1)
-    block = _peak_block_bytes(cost_model, experts / expert_parts, job.projections)
-    if grid.dp > 1:  # what is sharded is gathered: the output, or a block's dense parameters
+    block = _peak_block_bytes(cost_model, experts / expert_parts, job)
+    logits = _loss_bytes(model, job)
+    # what FSDP2 makes whole: the output, or a block's dense parameters, and copies of its experts,
+    # although the rank has them
+    if grid.dp > 1:
         dense_parameters, _ = cost_model.block_parameters
         logits += model.vocab * layer.dim * 2.0
-        block += 4 * dense_parameters
+        block += 4 * dense_parameters + frozen_bytes / expert_parts
     if job.method == "qlora-double":  # 32-bit scales of one layer exist while it runs
         block += model.expert_parameters / expert_parts * 4 / 64  # 4 bytes for each 64 weights
+    if job.in_flight == 2 and grid.ep == 1:
+        # One half runs backward after the other: gradients of the one, also that of what the first
+        # block reads, wait for those of the other, while half the blocks' inputs are free.
+        waiting = 4 * adapters + micro_batch_inputs / model.num_layers
+        block += max(waiting - micro_batch_inputs / 2, 0.0)
     # only the larger one counts, since they do not exist at once
     peaks = {"logits and loss": model.outputs * logits, BLOCK: block}
     largest = max(peaks, key=lambda name: peaks[name])
     return {
-        "experts": model.expert_parameters * WEIGHT_BYTES[job.method] / grid.ep,
+        "experts": frozen_bytes / grid.ep,
         "other weights": (model.dense_parameters + model.shared_parameters) * 2 / grid.dp,
         "adapters": 4 * adapters,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
-        "blocks' inputs": cost_model.alive * model.num_layers * layer.tokens * layer.dim * 2.0,
+        "blocks' inputs": cost_model.alive * micro_batch_inputs,
         largest: peaks[largest],
     }
 
 
-def _peak_block_bytes(
-    cost_model: StepCostModel, adapters: float, projections: Projections
-) -> float:
-    """Return the bytes of a block's recomputed activations where its backward pass needs most.
+def _loss_bytes(model: StepModel, job: FinetuneJob) -> float:
+    """Return the bytes of logits and of what the loss makes of them, where it needs most, and of
+    the last norm's input in float32."""
+    kept_bytes: float
+    running_bytes: float
+    kept_bytes, running_bytes = LOGIT_BYTES
+    tokens = job.logits or model.layer.tokens
+    if job.logits is None and model.stages > 1:
+        kept_bytes += 2  # torch's schedules keep the logits of the last stage, of both halves
+    elif job.logits is None:
+        running_bytes /= job.in_flight  # each half has a loss of its own; they run one by one
+    of_logits = tokens * model.vocab * (kept_bytes + running_bytes)
+    return of_logits + 4 * model.layer.tokens * model.layer.dim
+
+
+def _peak_block_bytes(cost_model: StepCostModel, adapters: float, job: FinetuneJob) -> float:
+    """Return the bytes of a block's recomputed activations where its backward pass needs most: in
+    the gradients of experts, or of a dense layer.
+
+    Backward passes of two halves in flight take turns at the messages of experts. So blocks of both
+    are recomputed before one half computes the gradients of its experts, while the other one's are
+    on their way to it. On one rank there are no messages, and the halves run one after the other.
 
     Args:
         cost_model: of the fine-tune's step.
         adapters: parameters of the experts' adapters of one block on this rank.
-        projections: linear layers of attention with adapters.
+        job: the fine-tune.
     """
     half = 2  # bytes of a value in 16 bits
-    with_gradient = 2  # a value and its gradient
     model = cost_model.model
     layer = cost_model.model.layer
-    widths = COPY_VALUES
-    if cost_model.grid.ep > 1:
-        widths += SENT_VALUES
-    values_per_copy = widths * layer.dim + with_gradient * layer.matrices * layer.hidden
-    copies = layer.copies * (half * values_per_copy + COPY_BYTES)
+    is_spread = cost_model.grid.ep > 1
+    running = layer.tokens / job.in_flight  # tokens whose gradients are computed at a time
+    recomputed = layer.tokens if is_spread else running  # tokens whose activations exist
+
+    # values of a copy that are kept until its gradients are there, and those of the gradients
+    kept = (layer.matrices - 1) * layer.hidden
+    made = COPY_VALUES * layer.dim + (layer.matrices + 1) * layer.hidden
+    made += job.rank  # the gradient between the factors of an adapter
+    factor_bytes = FACTOR_BYTES
+    if is_spread:
+        kept += RECEIVED_VALUES * layer.dim
+        if job.in_flight == 2:
+            made += layer.dim  # the results' gradient that the other half sends
+            factor_bytes += half  # the other half's call has copies in 16 bits of its own
+    copies_per_token = layer.copies / layer.tokens
+    kept_bytes = half * copies_per_token * kept
+    made_bytes = half * copies_per_token * made
+    copies = recomputed * kept_bytes + running * made_bytes + layer.copies * COPY_BYTES
+
     # Frozen projections do not keep the input of attention. Its adapters do, in float32, which
     # `TOKEN_BYTES` counts. Norms of queries and keys keep them in float32, 16 bits more.
     attention = half * (model.attention_kept - layer.dim + model.attention_normed)
-    if projections == 4:  # further copies in float32: the inputs of keys and of the output
+    if job.projections == 4:  # further copies in float32: the inputs of keys and of the output
         attention += 4 * (layer.dim + (model.attention_result or layer.dim))
-    shared = half * with_gradient * layer.matrices * model.shared_hidden
+    # in float32: what is between the factors of these adapters, and the router's probabilities
+    attention += 4 * (job.projections * job.rank + layer.num_experts)
+    # values and gradients
+    shared = half * layer.matrices * model.shared_hidden * (recomputed + running)
     dense = 0.0
     if model.moe_layers < model.num_layers:
-        dense = half * with_gradient * layer.matrices * model.inner * layer.tokens
-    bytes_alone, bytes_on_several = FACTOR_BYTES
-    factors = (bytes_on_several if cost_model.grid.ep > 1 else bytes_alone) * adapters
+        # no messages, no turns: the other half is still in a block with experts
+        dense = 2 * half * layer.matrices * model.inner * running
+        dense += (recomputed - running) * kept_bytes
     # A block has either experts or a dense layer, and one block at a time is recomputed.
     feed_forward = max(copies, dense)
-    return layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + feed_forward + factors
+    per_token = TOKEN_BYTES * layer.dim + attention
+    return recomputed * per_token + shared + feed_forward + factor_bytes * adapters

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -265,11 +265,12 @@ class _AnyPlaces(NodeMap):
         return _Node(_known(node, _Node).group, _known(other, _Node).place)
 
 
+@lru_cache(maxsize=1024)
 def check_regular(
     link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False
 ) -> None:
     """Raise UnlikeError unless a packet's path depends only on which nodes, and groups of nodes,
-    are equal.
+    are equal. What has been found regular is not checked again.
 
     Args:
         link: the all-to-all.

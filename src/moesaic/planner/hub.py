@@ -247,6 +247,8 @@ class HubShape(ModelShape):
     """Number of groups of experts that a token uses."""
     vocab: int = 1
     """Size of the vocabulary."""
+    positions: int | None = None
+    """Tokens of the longest sequence that the model was made for; None if it does not say."""
 
     def check_heads(self) -> None:
         """Accept heads of any width: our own block, for which `ModelShape` checks them, is not
@@ -328,6 +330,7 @@ def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) 
     """Return the model with the sizes of a configuration on one level."""
     kinds = _kinds(table, sizes)
     hidden = sizes["hidden"]
+    positions = table.get("max_position_embeddings")
     activation = str(table.get("mlp_hidden_act", ""))
     return HubShape(
         dim=sizes["dim"],
@@ -339,6 +342,7 @@ def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) 
         **attention_fields(table, sizes, kinds, seq_len),
         tied=bool(table.get("tie_word_embeddings", False)),
         vocab=sizes["vocab"],
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
         groups=sizes.get("groups", 1),
         top_groups=sizes.get("top_groups", 1),
         moe=MoEShape(
@@ -410,12 +414,19 @@ def _with_keys_of_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+EXPERT = re.compile("expert|moe", re.IGNORECASE)
+"""What names of fields about experts have in them."""
+
+
 def _refuse_dense(table: Mapping[str, Any], source: str) -> None:
     """Raise InputError if a configuration has the sizes of a model, and no experts."""
     if str(table.get("model_type")) in UNREADABLE:  # `_refuse_unread` says why
         return
-    # not the sizes of a model: `_sizes` says what is missing
-    if not all(_has(table, size) for size in ("dim", "num_layers", "num_heads")):
+    is_sized = all(_has(table, size) for size in ("dim", "num_layers", "num_heads"))
+    # another kind of model, with other names for its sizes, such as gpt2 or mamba
+    is_another = bool(table.get("model_type")) and _gives_size(table, "vocab_size")
+    mentions = any(value and EXPERT.search(name) for name, value in table.items())
+    if not is_sized and (mentions or not is_another):  # `_sizes` says what is missing
         return
     if not _has(table, "num_experts"):
         raise InputError(

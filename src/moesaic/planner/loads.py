@@ -8,9 +8,8 @@ which of its programs runs and which copies are computed elsewhere (`decided`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from moesaic.planner.workload import (
     uniform_counts,
 )
 from moesaic.program.compile import Compiled
-from moesaic.program.grid import Grid
 from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
@@ -56,30 +54,25 @@ def simulate_counts(
     Raises:
         InputError: if the cluster lacks the rates that the policy of the plan needs.
     """
+    chosen, sizes = _called(simulator, compiled, layer, counts)
+    both_sizes = sizes(chosen.forward), sizes(chosen.backward)
+    return simulator.passes(chosen.forward, chosen.backward, layer, chosen.grid, sizes=both_sizes)
+
+
+def _called(
+    simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
+) -> tuple[Compiled, Callable[[Program], CallSizes]]:
+    """Return the compiled plan that runs under counts, and a function that returns the sizes of a
+    call of one of its programs; arguments as of `simulate_counts`."""
     chosen, replicated = decided(simulator, compiled, layer, counts)
-    grid = chosen.grid
     shapes = chosen.shapes(layer.num_experts)
-
-    def sizes(program: Program) -> CallSizes:
-        """Return the sizes of a call of a program under the counts."""
-        return sizes_of(program, layer, grid, counts, replicated=replicated, shapes=shapes)
-
-    both_sizes = (sizes(chosen.forward), sizes(chosen.backward))
-    return simulator.passes(chosen.forward, chosen.backward, layer, grid, sizes=both_sizes)
+    return chosen, lambda program: sizes_of(
+        program, layer, chosen.grid, counts, replicated=replicated, shapes=shapes
+    )
 
 
-class MemoryOf(Protocol):
-    """Returns the memory of a rank, as `step_memory` does for its model of the step."""
-
-    def __call__(
-        self,
-        forward: Program,
-        backward: Program,
-        grid: Grid,
-        *,
-        memory_budget: int | None,
-        sizes: CallSizes,
-    ) -> Memory: ...
+MemoryOf = Callable[[Compiled, CallSizes], Memory]
+"""Returns the memory of a rank, as `step_memory` does for its model of the step."""
 
 
 def memory_under_counts(
@@ -94,15 +87,10 @@ def memory_under_counts(
 
     In each call the rank with the most rows counts.
     """
-    budget = compiled.plan.memory_budget
     calls = []
     for counts in tables:
-        chosen, replicated = decided(simulator, compiled, layer, counts)
-        forward = chosen.forward
-        grid = chosen.grid
-        shapes = chosen.shapes(layer.num_experts)
-        sizes = sizes_of(forward, layer, grid, counts, replicated=replicated, shapes=shapes)
-        calls.append(memory_of(forward, chosen.backward, grid, memory_budget=budget, sizes=sizes))
+        chosen, sizes = _called(simulator, compiled, layer, counts)
+        calls.append(memory_of(chosen, sizes(chosen.forward)))
     return of_calls(calls)
 
 

@@ -147,6 +147,13 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
     return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
 
 
+def of_each(numbers: np.ndarray, function: Callable[[float], float]) -> np.ndarray:
+    """Return the values of a function of some numbers, (n,), computed once for equal ones."""
+    values = numbers.tolist()
+    known = {value: function(value) for value in set(values)}
+    return np.array([known[value] for value in values])
+
+
 def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
     """Return the bytes of a message of token rows.
 
@@ -301,12 +308,7 @@ class Counted(AbstractVolumes):
         target = moved.target
         if not len(source):
             return []
-        # the bytes of each number of rows are computed once
-        row_counts, inverse = np.unique(moved.rows, return_inverse=True)
-        bytes_of_counts = [
-            row_bytes(slot, codec, count, self.layer) for count in row_counts.tolist()
-        ]
-        num_bytes = np.array(bytes_of_counts)[inverse]
+        num_bytes = of_each(moved.rows, lambda rows: row_bytes(slot, codec, rows, self.layer))
         if self.topology.spec.host.messages == "eager" and self.num_actors <= RANKS_APART:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))

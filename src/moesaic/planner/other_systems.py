@@ -539,9 +539,15 @@ def best_layout(
     """
     most = usable_bytes(cluster, reserve_gib)
     simulator = Simulator(cluster)
+    tried = set[OthersLayout]()
+    """Layouts that were no faster than the best one so far, so that they are not than a later
+    one."""
 
     def improved(layout: OthersLayout, best: Tried | None) -> Tried | None:
         """Return a layout with its step; None unless it fits and is faster than the best one."""
+        if layout in tried:
+            return None
+        tried.add(layout)
         try:
             ranks = _Ranks(job, simulator, layout)
             if best is not None and ranks.seconds >= best[1].seconds:

@@ -144,7 +144,8 @@ def simulate_pipeline(
 
     def timed(micro_batches: int) -> Timed:
         """Return the time of a step of some micro-batches, each simulated."""
-        return _timed(pp, micro_batches, forward, backward, hops, blocks_sender=blocks_sender)
+        seconds = tuple(forward), tuple(backward), tuple(hops)
+        return _timed(pp, micro_batches, *seconds, blocks_sender=blocks_sender)
 
     if count <= MOST_MICRO_BATCHES:
         return timed(count)
@@ -165,17 +166,18 @@ def simulate_pipeline(
     )
 
 
+@lru_cache(maxsize=64)
 def _timed(
     pp: int,
     count: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    hops: tuple[float, ...],
     *,
     blocks_sender: bool,
 ) -> Timed:
     """Run the operations of all ranks, each as early as it can; arguments as of
-    `simulate_pipeline`."""
+    `simulate_pipeline`. Ways of holding a model share the results."""
     operations, alive = _schedule(pp, parts=len(forward) // pp, count=count)
     rank_free = [0.0] * pp
     busy = [0.0] * pp

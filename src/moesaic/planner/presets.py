@@ -415,9 +415,9 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
 
     Args:
         name: a preset, the path of a training configuration (TOML, or the JSON of a run folder), or
-            the path of the `config.json` of a Hugging Face model. Fields that change neither time
-            nor memory are ignored. A Hugging Face model has the default precision, one sequence per
-            rank and micro-batch, and about `TOKENS` tokens per step.
+            the path of the `config.json` of a Hugging Face model, or of its folder. Fields that
+            change neither time nor memory are ignored. A Hugging Face model has the default
+            precision, one sequence per rank and micro-batch, and about `TOKENS` tokens per step.
         seq_len: tokens per sequence; for Hugging Face models only.
         world: number of ranks; for Hugging Face models only.
 
@@ -427,13 +427,7 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     """
     if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
-    if name not in CONFIGS and not name.endswith((".toml", ".json")):
-        known_names = list(PRESETS | CONFIGS)
-        raise InputError(
-            f"model {name!r} is unknown{suggestion(name, known_names)} (or give "
-            "a path to .toml or .json)"
-        )
-    table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
+    table = CONFIGS[name] if name in CONFIGS else read_table(_model_file(name))
     if is_hub_config(table):
         shape = read_shape(table, f"model {name}", seq_len=seq_len)
         micro_batches = max(1, round(TOKENS / (world * seq_len)))
@@ -452,3 +446,19 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
             "config.json has them, or give a config.json of the Hugging Face hub"
         )
     return job
+
+
+def _model_file(name: str) -> Path:
+    """Return the file of a model that is no preset: its path, or the config.json of a folder."""
+    path = Path(name)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        raise InputError(f"model {name}: the folder has no config.json: give a model's folder")
+    if name.endswith((".toml", ".json")):
+        return path
+    known_names = list(PRESETS | CONFIGS)
+    raise InputError(
+        f"model {name!r} is unknown{suggestion(name, known_names)} (or give a path to .toml or "
+        ".json, or a folder with a config.json)"
+    )

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,9 @@ from moesaic.planner.simulated_plans import (
     cheapest,
     fastest,
     in_order,
+    least_cost,
     planned_step,
+    smallest,
 )
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
@@ -56,12 +58,15 @@ from moesaic.planner.split import (
     near_splits,
     split_choices,
 )
-from moesaic.planner.step import StepModel, mean_of
+from moesaic.planner.step import mean_of
+from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan, Schedule
+from moesaic.program.task import Program
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8))
 """The default search space."""
@@ -231,16 +236,17 @@ def search(
     too_large: list[TooLargeError] = []
     refused: list[InputError] = []
     searches: list[_Search] = []
+    # a short search for each number of stages, since there are many
+    of_stages = replace(settings, refine=1, paired=0, finished_eps=0)
     for split in splits:
-        used = settings
-        if split.pp > 1:  # a short search, since there is one for each number of stages
-            used = replace(settings, refine=1, paired=0, finished_eps=0)
+        used = settings if split.pp == 1 else of_stages
         try:
             searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
+    promising = [each for each in searches if each.fitting]
     # the most promising first, since its steps rule out layouts of the others
-    for each in sorted(searches, key=lambda each: each.floor):
+    for each in sorted(promising, key=lambda each: each.floor):
         # the best step of the searches so far
         each.best = min((result.best.seconds for result in results), default=math.inf)
         try:
@@ -251,6 +257,7 @@ def search(
             refused.append(error)
     if results:
         return _merged(results, settings.keep)
+    too_large += [each.too_large() for each in searches if not each.fitting]
     if too_large:
         raise min(too_large, key=lambda error: error.num_bytes)
     raise refused[0]
@@ -279,6 +286,15 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
     )
 
 
+_Layer = tuple[Grid, Workload, Program, Program]
+"""A layout, the MoE layers and their two programs: plans that have the same are one."""
+
+
+def _layer_of(cost_model: SplitCostModel, compiled: Compiled) -> _Layer:
+    """Return the MoE layers of a plan on a layout, however the model is held."""
+    return cost_model.grid, cost_model.model.layer, compiled.forward, compiled.backward
+
+
 class _Search:
     """The state of a running search for the layouts of one number of stages.
 
@@ -304,19 +320,21 @@ class _Search:
         self.split = split
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
-        self.options: dict[Grid, list[SplitCostModel]] = {}
-        """Results of `_options`: by layout, the ways of holding the model."""
-        self.step_models: dict[int, StepModel] = {}
-        """Results of `_step_model`, by dp."""
-        self.floors: dict[SplitCostModel, float] = {}
+        self._ways = cache(self._find_ways)
+        """Returns the ways of holding the model on a layout, in any order."""
+        self.floors: dict[tuple[Grid, JobSplit], float] = {}
         """Results of `_floor`."""
         self.cluster = simulator.cluster
+        self._step_model = cache(partial(split.of(job).step_model, self.cluster))
+        """Returns the model of a step on some data-parallel groups, before it is split."""
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
-        self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
-        """Results of `_run`, by layout: compiled plans and their forward and backward passes."""
-        self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
-        """Results of `_loaded`; the bytes are the digest of the compiled plan."""
+        self.times: dict[_Layer, tuple[Simulated, Simulated]] = {}
+        """Results of `_run`."""
+        self.needs: dict[_Layer, tuple[float, float]] = {}
+        """Results of `_layer_bytes`."""
+        self.loaded: dict[tuple[JobSplit, _Layer], Memory] = {}
+        """Results of `_loaded`."""
         self.refusal = ""
         """Why the last plan that does not fit its layout does not."""
 
@@ -332,18 +350,26 @@ class _Search:
         """Lower bound on the step time of all plans."""
         return min(map(self._floor, self.cost_models))
 
+    @cached_property
+    def fitting(self) -> list[SplitCostModel]:
+        """Of `cost_models`, those whose states fit the memory."""
+        return [each for each in self.cost_models if each.least_bytes <= self._usable_bytes]
+
+    def too_large(self) -> TooLargeError:
+        """Return the error that no states fit."""
+        return self._too_large(*smallest_layout(self.cost_models))
+
     def run(self, counts: Sequence[np.ndarray]) -> Result:
-        """Run the search; returns its result. `counts` is that of `search`."""
+        """Run the search, of which some layouts are `fitting`; returns its result. `counts` is that
+        of `search`."""
         cost_models = self.cost_models
-        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
-        if not fitting:
-            raise self._too_large(*smallest_layout(cost_models))
-        started = self._promising_layouts(fitting)
+        fitting = self.fitting
+        started = self._promising_layouts(fitting, self.settings.refine)
         if not started:
             raise InputError(
                 f"no plan of the search space fits any layout; the last one: {self.refusal}"
             )
-        self._refine(started[: self.settings.refine])
+        self._refine(started)
         searched_eps = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if not ranking:
@@ -366,7 +392,7 @@ class _Search:
     def _smallest_simulated(self) -> tuple[Grid, float]:
         """Return the layout of the simulated plan that needs the fewest bytes per rank, and these
         bytes: under the given loads if there are any."""
-        needs = [(memory.total, grid) for (grid, _, _), memory in self.loaded.items()]
+        needs = [(memory.total, grid) for (_, (grid, *_)), memory in self.loaded.items()]
         if not needs:
             needs = [(each.step.memory.total, each.grid) for each in self._simulated()]
         num_bytes, smallest = min(needs, key=lambda need: need[0])
@@ -391,8 +417,8 @@ class _Search:
         cost_of = {ep: cheapest(self._of_ep(ep)).cost for ep in simulated_eps}
         sizes = sorted(cost_of, key=lambda ep: cost_of[ep])[: 1 + self.settings.finished_eps]
         for ep in sizes[1:]:
-            started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
-            for cost_model in started[:2]:
+            of_ep = [each for each in fitting if each.grid.ep == ep]
+            for cost_model in self._promising_layouts(of_ep, 2):
                 self._climb_from_starts(cost_model)
         return set(sizes)
 
@@ -434,12 +460,14 @@ class _Search:
         """Bytes of a device that a plan may use."""
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
-    def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
-        """Simulate a few plans on every layout with a floor below the best step so far; returns
-        these layouts, best first."""
+    def _promising_layouts(
+        self, cost_models: list[SplitCostModel], most: int
+    ) -> list[SplitCostModel]:
+        """Simulate a few plans on every layout with a floor below the best step so far; returns the
+        best of these layouts, `most` at most, best first."""
         best = self.best
-        # the best plan of each layout, and the layout
-        judged: list[tuple[SimulatedPlan, SplitCostModel]] = []
+        # plans of each layout, and the layout
+        judged: list[tuple[list[SimulatedPlan], SplitCostModel]] = []
         for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when
@@ -450,12 +478,18 @@ class _Search:
             plans = list(self._simulate_starts(cost_model, best))
             if not plans:
                 continue
-            best_here = cheapest(plans)
-            judged.append((best_here, cost_model))
-            if best_here.fits:
-                best = min(best, best_here.seconds)
-        judged.sort(key=lambda item: item[0].cost)
-        return [cost_model for _, cost_model in judged]
+            judged.append((plans, cost_model))
+            if least_cost(plans) < (False, best):  # else no plan is faster, fit or not
+                best_here = cheapest(plans)
+                if best_here.fits:
+                    best = min(best, best_here.seconds)
+        promising = smallest(
+            judged,
+            key=lambda item: cheapest(item[0]).cost,
+            bound=lambda item: least_cost(item[0]),
+            most=most,
+        )
+        return [cost_model for _, cost_model in promising]
 
     def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[SimulatedPlan]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
@@ -585,9 +619,12 @@ class _Search:
             self.refusal = str(error)  # for the user, if no plan fits any layout
             self.tried[key] = None
             return None
-        ways_of_holding = self._options(grid)
         simulated = SimulatedPlan(
-            compiled, forward_and_backward, ways_of_holding, self._usable_bytes
+            compiled,
+            forward_and_backward,
+            self._options(grid),
+            self._usable_bytes,
+            layer_bytes=partial(self._layer_bytes, cost_model, compiled),
         )
         self.tried[key] = simulated
         return simulated
@@ -595,46 +632,41 @@ class _Search:
     def _options(self, grid: Grid) -> list[SplitCostModel]:
         """Return the ways of holding the model on a layout, from the one that sends least to the
         one that holds least."""
-        if grid in self.options:
-            return self.options[grid]
-        splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-        model = self._step_model(grid.dp)
-        models = [
-            SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
-            for each in splits
-        ]
-        if len(models) > 1:
-            # ways that send the same but for rounding are sorted by their bytes
-            models.sort(key=_moving)
-            ordered = []
-            for _, alike in itertools.groupby(models, _moving):
-                ordered += _leanest_first(list(alike))
-            models = ordered
-        self.options[grid] = models
-        return models
+        return sorted(self._ways(grid), key=_sent_and_held)
 
-    def _step_model(self, dp: int) -> StepModel:
-        """Return the model of a step on `dp` data-parallel groups, before it is split."""
-        if dp not in self.step_models:
-            self.step_models[dp] = self.split.of(self.job).step_model(self.cluster, dp)
-        return self.step_models[dp]
+    def _find_ways(self, grid: Grid) -> list[SplitCostModel]:
+        """Return `_ways`."""
+        alike = _alike(grid)
+        if alike != grid:
+            return [each.on(grid) for each in self._ways(alike)]
+        splits = list(holdings(grid, self.split)) if self.settings.most_stages else [self.split]
+        model = self._step_model(grid.dp)
+        first = SplitCostModel(self.job, grid, splits[0], self.simulator, model=model)
+        return [first, *map(first.held, splits[1:])]
 
     def _floor(self, cost_model: SplitCostModel) -> float:
         """Return the lower bound on the step time of all plans of the space on a layout."""
-        if cost_model not in self.floors:
-            self.floors[cost_model] = cost_model.floor(compression=self.settings.compression)
-        return self.floors[cost_model]
+        key = _alike(cost_model.grid), cost_model.split
+        if key not in self.floors:
+            self.floors[key] = cost_model.floor(compression=self.settings.compression)
+        return self.floors[key]
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        known = self.times.setdefault(cost_model.grid, [])
-        for other, passes in known:
-            if other.digest == compiled.digest:
-                return passes
-        programs = compiled.forward, compiled.backward
-        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-        known.append((compiled, passes))
-        return passes
+        key = _layer_of(cost_model, compiled)
+        if key not in self.times:
+            self.times[key] = self.simulator.passes(
+                compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
+            )
+        return self.times[key]
+
+    def _layer_bytes(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[float, float]:
+        """Return the bytes that an MoE layer keeps and needs (`layer_bytes`) under a plan and even
+        routing, however the model is held."""
+        key = _layer_of(cost_model, compiled)
+        if key not in self.needs:
+            self.needs[key] = layer_bytes(self.simulator, cost_model.model.layer, compiled)
+        return self.needs[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return the best plans that fit the memory, best first; with counts, the best under even
@@ -706,7 +738,7 @@ class _Search:
     ) -> Memory:
         """Return the memory of a plan under counts, or without any under the MaxVio of the
         settings."""
-        key = cost_model.grid, cost_model.split, compiled.digest
+        key = cost_model.split, _layer_of(cost_model, compiled)
         if key not in self.loaded:
             layer = cost_model.model.layer
             memory_of = cost_model.memory
@@ -721,12 +753,7 @@ class _Search:
 
     def _memory(self, cost_model: SplitCostModel, compiled: Compiled) -> Memory:
         """Return the memory of a plan under even routing."""
-        return cost_model.memory(
-            compiled.forward,
-            compiled.backward,
-            compiled.grid,
-            memory_budget=compiled.plan.memory_budget,
-        )
+        return cost_model.rank_memory(*self._layer_bytes(cost_model, compiled))
 
     def _fits(self, memory: Memory) -> bool:
         """Return whether a rank's memory fits a device."""
@@ -735,11 +762,13 @@ class _Search:
     def _cost_model(self, grid: Grid) -> SplitCostModel:
         """Return the way of holding the model that sends least among those whose states fit, else
         the leanest."""
-        options = self._options(grid)
-        for each in options:
-            if each.least_bytes <= self._usable_bytes:
-                return each
-        return min(options, key=lambda each: each.least_bytes)
+        ways = self._ways(grid)
+        least = min(each.least_bytes for each in ways)
+        fitting = [each for each in ways if each.least_bytes <= self._usable_bytes]
+        candidates = fitting or [each for each in ways if each.least_bytes == least]
+        if len(candidates) == 1:  # what it sends need not be computed
+            return candidates[0]
+        return min(candidates, key=_sent_and_held)
 
     def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
         """Return the plan with other parts of a stage and other micro-batches, as long as these
@@ -770,7 +799,7 @@ class _Search:
             for plan in (planned.plan, replace(planned.plan, chunks=1)):
                 choice = (planned.grid, plan, planned.split)
                 has_all_to_alls = planned.grid.ep > 1
-                if has_all_to_alls and plan.memory_budget is None and choice not in choices:
+                if has_all_to_alls and choice not in choices:
                     choices.append(choice)
         best = ranking[0].seconds
         for grid, plan, split in choices:
@@ -791,10 +820,7 @@ class _Search:
             return None
         if self.settings.max_vio > 0 and not self._fits(self._loaded(cost_model, compiled, ())):
             return None
-        passes = self.simulator.passes(
-            compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
-        )
-        return planned_step(compiled, cost_model, passes, memory)
+        return planned_step(compiled, cost_model, self._run(cost_model, compiled), memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""
@@ -821,17 +847,16 @@ class _Search:
         )
 
 
-def _moving(cost_model: SplitCostModel) -> float:
+def _alike(grid: Grid) -> Grid:
+    """Return the layout that stands for those that differ in which axis is innermost: they send and
+    hold as much of the model."""
+    return replace(grid, innermost="etp")
+
+
+def _sent_and_held(cost_model: SplitCostModel) -> tuple[float, float]:
     """Return the seconds in which parameters and gradients move, to six digits, so that they are
-    equal if they differ by rounding only."""
-    return float(f"{cost_model.moving_seconds:.6g}")
-
-
-def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
-    """Return ways of holding the model, sorted by the bytes that a rank needs."""
-    if len(cost_models) == 1:  # whose bytes need not be computed
-        return cost_models
-    return sorted(cost_models, key=lambda each: each.least_bytes)
+    equal if they differ by rounding only, and the least bytes that a rank needs."""
+    return float(f"{cost_model.moving_seconds:.6g}"), cost_model.least_bytes
 
 
 def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:
@@ -850,7 +875,7 @@ def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]
         if cost_model.least_bytes >= least:
             break  # all others need at least as much
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
+        num_bytes = cost_model.memory(compiled).total
         if num_bytes < least:
             best = cost_model.grid
             least = num_bytes

@@ -5,6 +5,7 @@ are asked for: most plans are slower than the best one in every way of holding i
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.split import WHOLE, JobSplit, SplitCostModel, layout_in_words
 from moesaic.planner.step import Estimate
-from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
@@ -74,6 +74,7 @@ class SimulatedPlan:
         options: the ways of holding the model, from the one that sends least to the one that holds
             least.
         usable_bytes: of a device.
+        layer_bytes: returns the bytes of an MoE layer, as the function of this name.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SimulatedPlan:
         passes: tuple[Simulated, Simulated],
         options: list[SplitCostModel],
         usable_bytes: float,
+        layer_bytes: Callable[[], tuple[float, float]],
     ) -> None:
         self.plan = compiled.plan
         self.grid = options[0].grid
@@ -89,6 +91,7 @@ class SimulatedPlan:
         self._passes = passes
         self._options = options
         self._usable_bytes = usable_bytes
+        self._layer_bytes = layer_bytes
 
     @cached_property
     def least_seconds(self) -> float:
@@ -100,15 +103,7 @@ class SimulatedPlan:
         """The step under the way of holding that sends least among those that fit the memory; under
         the leanest if none fits."""
         compiled = self._compiled
-        first = self._options[0]
-        kept_bytes, buffers = layer_bytes(  # of an MoE layer, however the model is held
-            first.simulator,
-            first.model.layer,
-            compiled.forward,
-            compiled.backward,
-            compiled.grid,
-            memory_budget=compiled.plan.memory_budget,
-        )
+        kept_bytes, buffers = self._layer_bytes()
         found: list[tuple[SplitCostModel, Memory]] = []
         for cost_model in self._options:
             memory = cost_model.rank_memory(kept_bytes, buffers)
@@ -134,37 +129,36 @@ class SimulatedPlan:
         return not self.fits, self.seconds
 
 
+def least_cost(plans: Iterable[SimulatedPlan]) -> tuple[bool, float]:
+    """Return a lower bound on the costs of some plans, for which no memory is computed."""
+    # a cost is (does not fit, seconds), so False is least
+    return False, min(plan.least_seconds for plan in plans)
+
+
 def cheapest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the smallest cost, the first of equal ones; at least one plan is
     given."""
-    # a cost is (does not fit, seconds), so False is least
-    return _smallest(
-        plans, key=lambda plan: plan.cost, bound=lambda plan: (False, plan.least_seconds)
-    )
+    return smallest(plans, lambda plan: plan.cost, lambda plan: (False, plan.least_seconds))[0]
 
 
 def fastest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the shortest step, whether it fits the memory or not; at least one plan
     is given."""
-    return _smallest(plans, key=lambda plan: plan.seconds, bound=lambda plan: plan.least_seconds)
+    return smallest(plans, lambda plan: plan.seconds, lambda plan: plan.least_seconds)[0]
 
 
-def _smallest(
-    plans: Iterable[SimulatedPlan],
-    key: Callable[[SimulatedPlan], Any],
-    bound: Callable[[SimulatedPlan], Any],
-) -> SimulatedPlan:
-    """Return the first plan with the smallest key, given a lower bound on keys, which costs less to
-    compute."""
-    best: tuple[Any, int, SimulatedPlan] | None = None  # (key, number of the plan, plan)
-    for number, plan in sorted(enumerate(plans), key=lambda item: bound(item[1])):
-        if best is not None and bound(plan) > best[0]:
-            break  # the keys of all further plans are larger
-        plan_key = key(plan)
-        if best is None or (plan_key, number) < (best[0], best[1]):
-            best = (plan_key, number, plan)
-    assert best is not None, "no plan is given"
-    return best[2]
+def smallest(
+    items: Iterable[Item], key: Callable[[Item], Any], bound: Callable[[Item], Any], most: int = 1
+) -> list[Item]:
+    """Return the items with the smallest keys, `most` at most, the smallest first, and of equal
+    ones the first; `bound` is a lower bound on keys, which costs less to compute."""
+    best: list[tuple[Any, int, Item]] = []  # (key, number of the item, item)
+    for number, item in sorted(enumerate(items), key=lambda each: bound(each[1])):
+        if len(best) == most and bound(item) > best[-1][0]:
+            break  # the keys of all further items are larger
+        insort(best, (key(item), number, item))
+        del best[most:]
+    return [item for _, _, item in best]
 
 
 def by_seconds(plans: Iterable[SimulatedPlan]) -> Iterator[PlannedStep]:

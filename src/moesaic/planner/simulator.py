@@ -9,11 +9,12 @@ says how long tasks take.
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import chunks_of, sizes_of
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.compute import compute_seconds, rates_of
+from moesaic.planner.compute import rates_of
 from moesaic.planner.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
 from moesaic.planner.movement import RANKS_APART, AbstractVolumes, Counted, movements_of
 from moesaic.planner.symmetry import UnlikeError
@@ -59,6 +60,8 @@ class Simulator:
         """`LayoutIndex` by mesh, experts and chunks."""
         self.level_of = cache(partial(level_of, cluster))
         """Function of the same name for this cluster, whose results are kept."""
+        self.forwards: dict[tuple[object, ...], Any] = {}
+        """Results of `StepCostModel.forward` (`step.py`), by what they depend on."""
 
     def run(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
@@ -107,29 +110,6 @@ class Simulator:
         as in `passes`."""
         passes = self.passes(forward, backward, workload, grid)
         return self.cluster.host.layer_us * 1e-6 + sum(run.seconds for run in passes)
-
-    def durations(
-        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
-    ) -> dict[str, float]:
-        """Return the seconds of every task by name, on its slowest rank, if nothing else uses its
-        links.
-
-        Args:
-            program: forward or backward, in any order.
-            workload: as in `run`.
-            grid: as in `run`.
-            sizes: of a call with counts.
-        """
-        volumes = self.volumes(program, workload, grid, sizes=sizes)
-        slots = {slot.name: slot for slot in program.slots}
-        rates = self.rates_of(workload.products or workload.dtype)
-        durations = {}
-        for task, movements in zip(program.tasks, movements_of(program, volumes)):
-            computing = float(compute_seconds(task, slots, volumes, rates).max())
-            # `alone`: the seconds of a movement if nothing else uses its links
-            moving = max((movement.load.alone for movement in movements), default=0.0)
-            durations[task.name] = computing + moving
-        return durations
 
     def volumes(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -33,6 +34,7 @@ from moesaic.planner.step import (
     StepCostModel,
     StepModel,
     alive_micro_batches,
+    hop_seconds,
 )
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
 from moesaic.planner.task_times import Simulated
@@ -184,10 +186,26 @@ class SplitCostModel:
             model = split.of(job).step_model(self.cluster, grid.dp)
         self.model = _sharded(model, grid, split)
         """Of all blocks."""
-        self._parts = _parts_of(job, self.model, split)
+        is_sparse = tuple(map(job.model.is_sparse, range(model.num_layers)))
+        self._parts = _parts_of(model, is_sparse, split.pp, split.parts)
         """The blocks of each part, in the order of the model."""
         self._ranks = [_joined(self._parts[rank :: split.pp]) for rank in range(split.pp)]
         """All blocks of a rank of each stage."""
+
+    def held(self, split: JobSplit) -> SplitCostModel:
+        """Return the cost model under a split that holds the model in another way."""
+        changed = copy(self)
+        changed.split = split
+        changed.model = _sharded(self.model, self.grid, split)
+        changed._known = {}
+        return changed
+
+    def on(self, grid: Grid) -> SplitCostModel:
+        """Return this cost model for a layout with another axis innermost, which changes no cost;
+        both share what has been computed."""
+        changed = copy(self)
+        changed.grid = grid
+        return changed
 
     @cached_property
     def _distinct(self) -> list[StepCostModel]:
@@ -212,7 +230,7 @@ class SplitCostModel:
     def _costs(self, blocks: _Blocks) -> StepCostModel:
         """Return the cost model of some blocks; equal blocks share one."""
         if blocks not in self._known:
-            model = self.model if self.split.pp == 1 else blocks.of(self.model)
+            model = self.model if self.split.pp == 1 else _of_blocks(self.model, blocks)
             self._known[blocks] = StepCostModel(model, self.grid, self.simulator)
         return self._known[blocks]
 
@@ -305,16 +323,13 @@ class SplitCostModel:
         seconds_of = {
             part: self._costs(part).pass_seconds(forward, backward) for part in {*self._parts}
         }
-        seconds = [seconds_of[part] for part in self._parts]
-        forward_seconds = [ahead for ahead, _ in seconds]
-        backward_seconds = [back for _, back in seconds]
-        hop_seconds = [self._hop_seconds(part) for part in range(len(self._parts))]
+        forward_seconds, backward_seconds = zip(*(seconds_of[part] for part in self._parts))
         return simulate_pipeline(
             self.split.pp,
             self.model.micro_batches,
             forward_seconds,
             backward_seconds,
-            hop_seconds,
+            tuple(map(self._hop_seconds, range(len(self._parts)))),
             blocks_sender=self.cluster.host.runs_compute,
         )
 
@@ -333,41 +348,18 @@ class SplitCostModel:
         # the nodes of the first ranks of both stages
         node = stage * ranks // per_node
         next_node = next_stage * ranks // per_node
-        is_same_node = node == next_node
-        # values of `Link.carries` of the links between the two parts
-        carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
-
         model = self.model
-        num_bytes = model.layer.tokens * model.layer.dim * model.parameter_bytes
-        slowest = 0.0
-        for link in self.cluster.links:
-            if link.carries in carried:
-                rate = link.slowest(self.cluster.nodes)
-                # all ranks of the part behind the link send over it at once
-                latency = (link.latency_us + self.cluster.host.message_us) * 1e-6
-                slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
-        return slowest
-
-    def memory(
-        self,
-        forward: Program,
-        backward: Program,
-        grid: Grid,
-        *,
-        memory_budget: int | None = None,
-        sizes: CallSizes | None = None,
-    ) -> Memory:
-        """Return the memory of the rank that needs most; arguments as of `step_memory`."""
-        kept_bytes, buffers = layer_bytes(
-            self.simulator,
-            self.model.layer,
-            forward,
-            backward,
-            grid,
-            memory_budget=memory_budget,
-            sizes=sizes,
+        return hop_seconds(
+            self.cluster,
+            model.layer.tokens * model.layer.dim * model.parameter_bytes,
+            ranks,
+            is_inside=node == next_node and ranks < per_node,
+            message_us=self.cluster.host.message_us,
         )
-        return self.rank_memory(kept_bytes, buffers)
+
+    def memory(self, compiled: Compiled, sizes: CallSizes | None = None) -> Memory:
+        """Return the memory of the rank that needs most; arguments as of `step_memory`."""
+        return self.rank_memory(*layer_bytes(self.simulator, self.model.layer, compiled, sizes))
 
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
         """Return the memory of the rank that needs most, from the bytes of one MoE layer.
@@ -427,12 +419,18 @@ def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     elif split.shard == "node":
         num_shards = _node_shards(grid)
     dense_shards, expert_shards = num_shards
-    return replace(
+    return _held_as(
         model,
-        held=split.hold,
+        split.hold,
         replicas=grid.dp // dense_shards,
         expert_replicas=grid.edp // expert_shards,
     )
+
+
+@lru_cache(maxsize=1024)
+def _held_as(model: StepModel, held: Held, replicas: int, expert_replicas: int) -> StepModel:
+    """Return a model that is held in another way; layouts share the results."""
+    return replace(model, held=held, replicas=replicas, expert_replicas=expert_replicas)
 
 
 class _Blocks(NamedTuple):
@@ -447,16 +445,18 @@ class _Blocks(NamedTuple):
     is_last: bool
     """Whether the output does."""
 
-    def of(self, whole: StepModel) -> StepModel:
-        """Return the model of these blocks of a whole model."""
-        return replace(
-            whole,
-            num_layers=self.layers,
-            sparse_layers=self.sparse,
-            vocab=whole.vocab if self.has_table else 0,
-            embeddings=1,  # the embedding or the output: they are on different stages
-            outputs=whole.outputs if self.is_last else 0,
-        )
+
+@lru_cache(maxsize=1024)
+def _of_blocks(whole: StepModel, blocks: _Blocks) -> StepModel:
+    """Return the model of some blocks of a whole model; layouts share the results."""
+    return replace(
+        whole,
+        num_layers=blocks.layers,
+        sparse_layers=blocks.sparse,
+        vocab=whole.vocab if blocks.has_table else 0,
+        embeddings=1,  # the embedding or the output: they are on different stages
+        outputs=whole.outputs if blocks.is_last else 0,
+    )
 
 
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
@@ -469,14 +469,23 @@ def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     )
 
 
-def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
-    """Return the blocks of each part, in their order, cut as the trainer does; `whole` is the model
-    of a step with all blocks."""
-    if split.pp == 1:
+@lru_cache(maxsize=256)
+def _parts_of(
+    whole: StepModel, is_sparse: tuple[bool, ...], pp: int, parts_per_stage: int
+) -> list[_Blocks]:
+    """Return the blocks of each part, in their order, cut as the trainer does; layouts share the
+    results.
+
+    Args:
+        whole: the model of a step with all blocks.
+        is_sparse: whether each block has an MoE layer.
+        pp: stages.
+        parts_per_stage: parts of each of them.
+    """
+    if pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
-    is_sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
     operations, parameters = _operations_and_parameters(whole, is_sparse)
-    cuts = _cuts(operations, parameters, count=split.pp * split.parts)
+    cuts = _cuts(operations, parameters, count=pp * parts_per_stage)
     last = len(cuts) - 1
     parts = []
     for number, blocks in enumerate(cuts):

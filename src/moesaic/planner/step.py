@@ -231,28 +231,28 @@ class StepModel:
                 f"model.seq_len={self.seq_len}: choose a multiple"
             )
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Number of MoE layers."""
         return self.num_layers if self.sparse_layers is None else self.sparse_layers
 
-    @property
+    @cached_property
     def attention(self) -> float:
         """Parameters of a block's attention."""
         return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
 
-    @property
+    @cached_property
     def scores(self) -> float:
         """Operations per token and block between queries, keys and values."""
         # two products, each of a multiplication and an addition; half of them, since causal
         return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Inner width of dense feed-forward layers."""
         return self.dense_hidden or self.layer.top_k * self.layer.hidden
 
-    @property
+    @cached_property
     def dense_parameters(self) -> float:
         """Parameters outside the experts, routers included."""
         dim = self.layer.dim
@@ -260,7 +260,7 @@ class StepModel:
         dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
         return blocks + dense + self.embeddings * self.vocab * dim
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers."""
         return (
@@ -271,13 +271,13 @@ class StepModel:
             * self.layer.hidden
         )
 
-    @property
+    @cached_property
     def shared_parameters(self) -> int:
         """Parameters of all shared experts, which every rank of a tensor-parallel group holds in
         full."""
         return self.shared_hidden * self.layer.matrices * self.layer.dim * self.moe_layers
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Whether adapters alone are trained."""
         return sum(self.adapters) > 0
@@ -287,7 +287,7 @@ class StepModel:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.sharded == "parameters"
 
-    @property
+    @cached_property
     def narrow_bytes(self) -> float:
         """Bytes of a value that narrow products read, including its share of a scale; 0 if products
         are not narrow."""
@@ -336,6 +336,25 @@ class Moving(NamedTuple):
     """Seconds of each time, without overlap."""
     behind: Literal["forward", "backward", "nothing"]
     """The pass behind which they move."""
+
+
+_BLOCK_FIELDS = (
+    "layer",
+    "attention",
+    "attention_up",
+    "attention_copied",
+    "scores",
+    "score_kernel",
+    "head_dim",
+    "key_values",
+    "shares_sequence",
+    "sequence_parallel",
+    "inner",
+    "shared_hidden",
+    "vocab",
+    "loss_bytes",
+)
+"""What `StepCostModel.forward` reads of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -659,16 +678,7 @@ class StepCostModel:
         num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / senders
 
         is_inside = world < self.cluster.devices_per_node
-        # values of `Link.carries` of the links between the two stages
-        carried = ("all", "inside" if is_inside else "outside")
-        slowest = 0.0
-        for link in self.cluster.links:
-            if link.carries in carried:
-                rate = link.slowest(self.cluster.nodes)
-                # all ranks behind the link send over it at once
-                seconds = num_bytes * min(link.devices, world) / rate + link.latency_us * 1e-6
-                slowest = max(slowest, seconds)
-        return slowest
+        return hop_seconds(self.cluster, num_bytes, world, is_inside=is_inside)
 
     @cached_property
     def around(self) -> dict[str, float]:
@@ -759,7 +769,17 @@ class StepCostModel:
 
     @cached_property
     def forward(self) -> ForwardSeconds:
-        """The seconds of one forward pass of each part of a block.
+        """The seconds of one forward pass of each part of a block, which layouts share."""
+        grid = self.grid
+        block = tuple(getattr(self.model, name) for name in _BLOCK_FIELDS)
+        key = (block, grid.tp, grid.world, grid.ranks_per_node)
+        known = self.simulator.forwards
+        if key not in known:
+            known[key] = self._find_forward()
+        return known[key]
+
+    def _find_forward(self) -> ForwardSeconds:
+        """Return `forward`. It reads of the model what `_BLOCK_FIELDS` names.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token in the attention part of a block and five more in a dense
@@ -1072,7 +1092,7 @@ class StepCostModel:
             moved += copied + buffer
         return moved / self._rates.memory
 
-    @property
+    @cached_property
     def activated_values(self) -> float:
         """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer = self.model.layer
@@ -1158,14 +1178,14 @@ class StepCostModel:
         """Bytes of a gathered parameter over the bytes of its gradient."""
         return (self.model.gathered_bytes or self.model.parameter_bytes) / self._gradient_bytes
 
-    @property
+    @cached_property
     def whole_parameters(self) -> float:
         """Parameters of a rank before sharding over data-parallel ranks."""
         model = self.model
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
         return model.dense_parameters / self.grid.tp + model.shared_parameters + experts
 
-    @property
+    @cached_property
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
@@ -1182,7 +1202,7 @@ class StepCostModel:
             return sum(self.model.adapters)
         return self.whole_parameters if self.model.sharded == "none" else self.held_parameters
 
-    @property
+    @cached_property
     def block_parameters(self) -> tuple[float, float]:
         """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and
         experts'."""
@@ -1194,7 +1214,7 @@ class StepCostModel:
         experts_per_layer = model.expert_parameters / max(model.moe_layers, 1)
         return dense, experts_per_layer / (self.grid.ep * self.grid.etp)
 
-    @property
+    @cached_property
     def root_parameters(self) -> float:
         """Parameters of a rank's embedding and output, before sharding over data-parallel ranks."""
         return self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp
@@ -1204,12 +1224,12 @@ class StepCostModel:
         """Distance between the ranks that share the shards of dense parameters, and of experts."""
         return self.grid.tp, self.grid.ep * self.grid.etp
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[int, int]:
         """Number of copies of each shard of dense parameters, and of experts."""
         return self.model.replicas, self.model.expert_replicas or self.model.replicas
 
-    @property
+    @cached_property
     def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
         copies, expert_copies = self.replicas
@@ -1305,6 +1325,29 @@ def _rows_out_of_run(layer: Workload, grid: Grid, run_devices: int) -> float:
     # weights in rows too: a matrix of an expert has `hidden` of them
     weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / num_runs)
     return min(2 * tokens, weights)
+
+
+def hop_seconds(
+    cluster: ClusterSpec, num_bytes: float, ranks: int, *, is_inside: bool, message_us: float = 0.0
+) -> float:
+    """Return the seconds in which all ranks of a stage send to those of the next one.
+
+    Args:
+        cluster: gives the links.
+        num_bytes: bytes that each rank sends.
+        ranks: ranks of a stage.
+        is_inside: whether both stages are on one node.
+        message_us: microseconds of each message on the host.
+    """
+    carried = ("all", "inside" if is_inside else "outside")
+    slowest = 0.0
+    for link in cluster.links:
+        if link.carries in carried:
+            rate = link.slowest(cluster.nodes)
+            # all ranks behind the link send over it at once
+            latency = (link.latency_us + message_us) * 1e-6
+            slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
+    return slowest
 
 
 def layer_passes(

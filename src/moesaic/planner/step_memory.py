@@ -15,19 +15,12 @@ from moesaic.planner.rank_memory import Memory, layer_memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel, StepModel
 from moesaic.planner.workload import Workload
-from moesaic.program.grid import Grid
+from moesaic.program.compile import Compiled
 from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Program
 
 
 def step_memory(
-    cost_model: StepCostModel,
-    forward: Program,
-    backward: Program,
-    grid: Grid,
-    *,
-    memory_budget: int | None = None,
-    sizes: CallSizes | None = None,
+    cost_model: StepCostModel, compiled: Compiled, sizes: CallSizes | None = None
 ) -> Memory:
     """Return the memory of a rank.
 
@@ -38,40 +31,23 @@ def step_memory(
     needs (Transformer Engine, "FP8 weight caching" and "Handling transposes").
 
     Args:
-        forward: the lowered program of an MoE layer.
-        backward: the lowered program of its gradients.
-        grid: the layout, with etp factored as the plan requires.
-        memory_budget: most bytes that a layer may hold.
+        compiled: the plan of MoE layers.
         sizes: of a call of the forward program; the rank with the most rows counts. None: even
             routing.
     """
-    kept_bytes, buffers = layer_bytes(
-        cost_model.simulator,
-        cost_model.model.layer,
-        forward,
-        backward,
-        grid,
-        memory_budget=memory_budget,
-        sizes=sizes,
-    )
-    return rank_memory(cost_model, kept_bytes, buffers)
+    of_layer = layer_bytes(cost_model.simulator, cost_model.model.layer, compiled, sizes)
+    return rank_memory(cost_model, *of_layer)
 
 
 def layer_bytes(
-    simulator: Simulator,
-    layer: Workload,
-    forward: Program,
-    backward: Program,
-    grid: Grid,
-    *,
-    memory_budget: int | None = None,
-    sizes: CallSizes | None = None,
+    simulator: Simulator, layer: Workload, compiled: Compiled, sizes: CallSizes | None = None
 ) -> tuple[float, float]:
     """Return the bytes that an MoE layer keeps for its backward pass, and the most that it needs
     besides while it runs; arguments as of `step_memory`."""
-    volumes = simulator.volumes(forward, layer, grid, sizes=sizes)
+    volumes = simulator.volumes(compiled.forward, layer, compiled.grid, sizes=sizes)
     kernel = "cpu" if simulator.cluster.host.runs_compute else "triton"
-    return layer_memory(forward, backward, volumes, memory_budget, kernel=kernel)
+    budget = compiled.plan.memory_budget
+    return layer_memory(compiled.forward, compiled.backward, volumes, budget, kernel=kernel)
 
 
 def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) -> Memory:

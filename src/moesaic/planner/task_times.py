@@ -8,6 +8,7 @@ movements inside nodes, or those between them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from moesaic.program.timeline import Span, Timeline, chunk_of
 class Simulated:
     """The simulated run of a program on a cluster."""
 
-    timeline: Timeline
-    """Timeline of the rank that ends last."""
+    program: Program
+    """The program that ran."""
+    spans: np.ndarray
+    """(2, tasks) start and end of each task on the rank that ends last."""
     ends: np.ndarray
     """(actors,) seconds until each rank has ended; one entry if one rank stands for all."""
     compute_seconds: float
@@ -36,7 +39,17 @@ class Simulated:
     """Seconds of a rank's movements on each lane, one after the other, start-up included, if
     nothing else uses their links; of the busiest rank."""
 
-    @property
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Timeline of the rank that ends last."""
+        slots = {slot.name: slot for slot in self.program.slots}
+        spans = [
+            Span(task.name, task.lane, chunk_of(task, slots), task.stage, float(start), float(end))
+            for task, start, end in zip(self.program.tasks, *self.spans)
+        ]
+        return Timeline(self.program.name, tuple(spans))
+
+    @cached_property
     def seconds(self) -> float:
         """Seconds until the last rank has ended."""
         return float(self.ends.max())
@@ -153,15 +166,11 @@ def account(
         events: after the run.
         computing: (actors,) seconds that each actor computes.
     """
-    slots = {slot.name: slot for slot in program.slots}
     ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
     last = int(ends.argmax())
-    spans = []
-    for task, start, end in zip(program.tasks, events.starts[:, last], events.ends[:, last]):
-        chunk = chunk_of(task, slots)
-        spans.append(Span(task.name, task.lane, chunk, task.stage, float(start), float(end)))
     return Simulated(
-        timeline=Timeline(program.name, tuple(spans)),
+        program=program,
+        spans=np.array([events.starts[:, last], events.ends[:, last]]),
         ends=ends,
         compute_seconds=float(computing.max(initial=0.0)),
         link_seconds=_links(volumes, movements),

@@ -17,8 +17,7 @@ memory allocated before the call (input, parameters, gradient of the result), an
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +60,7 @@ class _Scratch(NamedTuple):
 
 
 _Term = Layout | HopRows | _Scratch
-Bytes = Counter[int]
+Bytes = Mapping[int, float]
 """Bytes per row, by the number of a slot layout or hop (`_Terms`); for scratch memory, how many
 times it is alive."""
 
@@ -75,7 +74,7 @@ class _Terms:
 
     def bytes_of(self, term: _Term, size: float) -> Bytes:
         """Return one term's bytes per row, `size`; the term gets a number if it has none yet."""
-        return Counter({self._number.setdefault(term, len(self._number)): size})
+        return {self._number.setdefault(term, len(self._number)): size}
 
     def of(self, numbers: Iterable[int]) -> list[_Term]:
         """Return the terms of some numbers."""
@@ -110,9 +109,11 @@ class HeldBytes:
             if name in forward.slots and name in backward.slots
         ]
         kept_bytes = _total_bytes(
-            [backward.slot_bytes(name) for name in shared if name not in ALLOCATED_BEFORE]
+            [
+                *(backward.slot_bytes(name) for name in shared if name not in ALLOCATED_BEFORE),
+                *(forward.kept_inside(task) for task in expert_tasks),
+            ]
         )
-        kept_bytes += _total_bytes([forward.kept_inside(task) for task in expert_tasks])
 
         kept_names = {*shared, *(kept(task.name) for task in expert_tasks)}
         steps = forward.steps(kept_names)
@@ -122,17 +123,18 @@ class HeldBytes:
 
         sums = _sums_over_slices(forward, experts, terms)
         # Each number once, in order.
-        term_numbers = dict.fromkeys(
-            number for each in (*steps, kept_bytes, sums) for number in each
-        )
-        self._places = {number: place for place, number in enumerate(term_numbers)}
-        """By a term's number, its column in the tables."""
-        self._terms = terms.of(term_numbers)
-        """The term of each column."""
-        self._steps = np.unique(self._table(steps), axis=0)
+        numbers = dict.fromkeys(number for each in (*steps, kept_bytes, sums) for number in each)
+        self._terms = terms.of(numbers)
+        """The term of each column of the tables."""
+
+        def row(of: Bytes) -> tuple[float, ...]:
+            """Return bytes per row of each term."""
+            return tuple(of.get(number, 0) for number in numbers)
+
+        self._steps = np.array(sorted(set(map(row, steps))), dtype=np.float64)
         """(steps, terms): bytes per row at each step, equal steps once."""
         # Bytes per row of each term, (terms,) each.
-        self._kept, self._sums = self._table([kept_bytes, sums])
+        self._kept, self._sums = np.array([row(kept_bytes), row(sums)], dtype=np.float64)
 
     def peak(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the peak bytes of a call on each rank if it runs unsliced, (ranks,)."""
@@ -154,14 +156,6 @@ class HeldBytes:
         most: np.ndarray = (rows @ self._steps.T).max(1)
         return most
 
-    def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
-        """Return bytes per row of each term at each step, (steps, terms)."""
-        table = np.zeros((len(steps), len(self._places)))
-        for index, step in enumerate(steps):
-            for number, size in step.items():
-                table[index, self._places[number]] = size
-        return table
-
     def _rows(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the rows of each term on each rank, (ranks, terms)."""
         columns = [self._term_rows(term, counts) for term in self._terms]
@@ -174,20 +168,19 @@ class HeldBytes:
         if not isinstance(term, _Scratch):
             return counts.rows(term)
         # Ranks with equal rows of every expert need equal scratch memory, computed once.
-        rows_of_ranks = np.ceil(counts.rows_per_expert(term.layout))
-        distinct, number_of_rank = np.unique(rows_of_ranks, axis=0, return_inverse=True)
-        scratch = []
-        for rows in distinct:
+        rows_of_ranks = np.ceil(counts.rows_per_expert(term.layout)).astype(np.int64).tolist()
+        bytes_of: dict[tuple[int, ...], int] = {}
+        for rows in set(map(tuple, rows_of_ranks)):
             kernel_bytes = self.experts.scratch(
-                tuple(rows.astype(np.int64).tolist()),
+                rows,
                 term.shards,
                 gathers_x=term.gathers_x,
                 gathers_dy=term.gathers_dy,
                 places_x=term.places_x,
                 phase=term.phase,
             )
-            scratch.append(POSITION * int(rows.sum()) + kernel_bytes)
-        return np.array(scratch)[number_of_rank.ravel()]
+            bytes_of[rows] = POSITION * sum(rows) + kernel_bytes
+        return np.array([bytes_of[tuple(rows)] for rows in rows_of_ranks])
 
 
 def _sums_over_slices(forward: _Walk, experts: ExpertSizes, terms: _Terms) -> Bytes:
@@ -196,11 +189,13 @@ def _sums_over_slices(forward: _Walk, experts: ExpertSizes, terms: _Terms) -> By
     sum_bytes = max(WIDE, experts.element_bytes)
     tokens = forward.slots["x"].layout
     weights = forward.slots["w"].layout
-    sums = terms.bytes_of(tokens, experts.dim * sum_bytes)
-    sums += terms.bytes_of(weights, experts.unit_numbers * sum_bytes)
+    sums = [
+        terms.bytes_of(tokens, experts.dim * sum_bytes),
+        terms.bytes_of(weights, experts.unit_numbers * sum_bytes),
+    ]
     if sum_bytes > experts.element_bytes:
-        sums += terms.bytes_of(tokens, experts.dim * experts.element_bytes)
-    return sums
+        sums.append(terms.bytes_of(tokens, experts.dim * experts.element_bytes))
+    return _total_bytes(sums)
 
 
 class _Walk:
@@ -342,17 +337,19 @@ class _Walk:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
             sent_rows = HopRows(move, task.link, task.group, task.hop, arrives=False)
             received_rows = sent_rows._replace(arrives=True)
-            to_send = self._bytes_of(sent_rows, row_bytes)
-            to_receive = self._bytes_of(received_rows, row_bytes)
-            return to_send, to_receive, False
+            packets_sent = self._bytes_of(sent_rows, row_bytes)
+            return packets_sent, self._bytes_of(received_rows, row_bytes), False
         sent, received = self.mesh.messages(move)
         # `uses` is how often each row of the slot occurs in messages.
-        to_send = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
-        if not joined and sent.is_whole:  # the slot itself is sent
-            to_send = Counter()
-        if source.layout.flow == "weights":
-            to_send += self.slot_bytes(task.reads[0])  # packed into rows first
-        to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
+        to_send: Bytes = {}
+        sends_slot = not joined and sent.is_whole  # the slot itself
+        if sent.uses and not sends_slot:
+            to_send = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+        if source.layout.flow == "weights":  # packed into rows first
+            to_send = _total_bytes([to_send, self.slot_bytes(task.reads[0])])
+        to_receive: Bytes = {}
+        if received.uses:
+            to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return to_send, to_receive, not joined and received.is_whole
 
     def _summand_bytes(self, name: str) -> Bytes:
@@ -390,7 +387,9 @@ class _Walk:
         coded = self.coded(source, task.codec)
         packets = self.slot_bytes(source.name)
         is_smaller = coded < self.coded(source, "")
-        return packets + self._bytes_of(source.layout, coded) if is_smaller else packets
+        if not is_smaller:
+            return packets
+        return _total_bytes([packets, self._bytes_of(source.layout, coded)])
 
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and
@@ -409,12 +408,12 @@ class _Walk:
             if is_gathered:  # a copy in the experts' order
                 row_bytes += self.experts.dim * size
             row_sums = self._bytes_of(tokens, float32_row)
-            return self._bytes_of(self.slots[rows].layout, row_bytes) + row_sums
+            return _total_bytes([self._bytes_of(self.slots[rows].layout, row_bytes), row_sums])
         if task.op is Op.UNPACK:  # decoded rows, before they are in their places
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:  # a stack of what is added
             return _total_bytes([self._summand_bytes(name) for name in task.reads])
-        return Counter()
+        return {}
 
 
 class _Flight(NamedTuple):
@@ -442,10 +441,10 @@ class _Alive:
         """The bytes at each moment that `_record` noted, in order."""
         self._flights: dict[int, _Flight] = {}
         """By step, its messages in flight."""
-        self._deferred: Bytes = Counter()
+        self._deferred: Bytes = {}
         """Temporary memory of deferred weight-gradient products, which run while rows are in
         flight."""
-        self._summing: Bytes = Counter()
+        self._summing: Bytes = {}
         """The same while the products run."""
         self._deferred_slots: set[str] = set()
         """Slots that the deferred products write."""
@@ -456,7 +455,7 @@ class _Alive:
         program = walk.program
         self._alive: dict[str, Bytes] = {}
         """By slot that lives, its bytes."""
-        self._total: Bytes = Counter()
+        self._total: dict[int, float] = {}
         """Sum of `_alive`: whole numbers, so that adding and taking away is exact."""
         for name in program.inputs:
             if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX):
@@ -510,7 +509,7 @@ class _Alive:
             # `_record` counts `_deferred`: while the products run, that is what they need.
             self._deferred = self._summing
             self._record(*buffers)
-        self._deferred = Counter()
+        self._deferred = {}
         self._deferred_slots = set()
 
     def depart(self, place: int, step: Step) -> None:
@@ -522,18 +521,19 @@ class _Alive:
                 self._share(task.writes[0], task.reads[0])
         if not moving:
             return
-        to_send: Bytes = Counter()
-        to_receive: Bytes = Counter()
+        to_send: list[Bytes] = []
+        to_receive: list[Bytes] = []
         arrive = {}
         for task in moving:
             sent, received, in_place = walk.messages(task, joined=len(moving) > 1)
-            to_send += sent
-            to_receive += received
+            to_send.append(sent)
+            to_receive.append(received)
             if task.op is Op.HOP:  # its packets stay in the receive buffer
                 arrive[task.writes[0]] = (received, True)
             else:
                 arrive[task.writes[0]] = (walk.slot_bytes(task.writes[0]), in_place)
-        self._flights[place] = _Flight(step.tasks[0].lane, [to_send, to_receive], arrive)
+        buffers = [_total_bytes(to_send), _total_bytes(to_receive)]
+        self._flights[place] = _Flight(step.tasks[0].lane, buffers, arrive)
         self._record()
 
     def _share(self, name: str, source: str) -> None:
@@ -578,11 +578,8 @@ class _Alive:
 
 def _total_bytes(parts: Iterable[Bytes]) -> Bytes:
     """Return the sum of some numbers of bytes by term."""
-    total: Bytes = Counter()
+    total: dict[int, float] = {}
     for part in parts:
-        if not total:  # nothing to add to, and a copy is faster
-            total.update(part)
-            continue
         for number, size in part.items():
             total[number] = total.get(number, 0) + size
     return total

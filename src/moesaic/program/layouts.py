@@ -241,6 +241,12 @@ class Held:
         each rank's set, (ranks,)."""
         return distinct_rows(self.experts)
 
+    @cached_property
+    def _chunk_sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different sets of chunks that ranks hold, (sets, chunks) bool, and the number of each
+        rank's set, (ranks,)."""
+        return distinct_rows(self.chunks)
+
     def sums(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not
         defined if pieces have `homes`.
@@ -257,7 +263,7 @@ class Held:
             rows = rows * self.inside[:, :, None]
         table = rows.astype(np.float64)
         expert_sets, expert_set_of_rank = self._expert_sets
-        chunk_sets, chunk_set_of_rank = distinct_rows(self.chunks)
+        chunk_sets, chunk_set_of_rank = self._chunk_sets
         num_chunks = rows.shape[2]
 
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)

@@ -104,7 +104,8 @@ def _lead(answer: PlanAnswer) -> str:
     tokens = job.batch_size * job.accumulation * job.model.seq_len
     return (
         f"The fastest of {answer.result.num_simulated:,} simulated plans trains on {tokens:,} "
-        f"tokens in a step of {_time(best.seconds)}, limited by {best.estimate.bottleneck}: "
+        f"tokens in a simulated step of {_time(best.seconds)}, limited by "
+        f"{best.estimate.bottleneck}: "
         f"{best.layout}, {plan_in_words(best.plan)}."
     )
 
@@ -180,8 +181,8 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     speed = answer.speed
     low, high = speed.interval  # of tokens per second
     # the step takes longest at the lowest speed
-    slow = _time(best.seconds * speed.tokens_per_second / low)
-    fast = _time(best.seconds * speed.tokens_per_second / high)
+    slow = _time(speed.step_seconds * speed.tokens_per_second / low)
+    fast = _time(speed.step_seconds * speed.tokens_per_second / high)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
     bottleneck = best.estimate.bottleneck
     busy_seconds = best.estimate.limits[bottleneck]
@@ -189,7 +190,11 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
 
     rows = [
-        ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
+        (
+            "Step time",
+            _time(speed.step_seconds),
+            f"{fast} to {slow} by published steps; {_time(best.seconds)} simulated",
+        ),
         (
             "Memory of a rank",
             f"{best.memory.total / GIB:.1f} GiB",

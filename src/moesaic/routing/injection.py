@@ -16,7 +16,8 @@ have been cleared. A layer without trainable parameters injects nothing.
 A backward pass through several calls of a layer injects the losses of each with the weight of the
 pass. That is right for a layer that one forward pass calls several times, since each call is a
 layer of the model. It is too much if the caller averages the losses of several forward passes and
-propagates them together: a warning then asks for `set_loss_scale`.
+propagates them together: a warning then asks for `set_loss_scale`. So does one where a gradient
+scaler steps the optimizer (`gradient_scalers.py`).
 
 An optimizer step is what lies between two changes of the parameters. A share is a further factor on
 the gradient of one loss. Parameters are wrapped if a library such as FSDP2 shows the layer others
@@ -29,7 +30,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from torch.autograd import Variable
 from moesaic.comm.transport import TURN
 from moesaic.errors import InputError
 from moesaic.kernels.operator import operator
+
+if TYPE_CHECKING:
+    from moesaic.routing.gradient_scalers import FirstStep
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
@@ -163,6 +167,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
         """The most such nodes for which the graph was searched."""
+        self._first_step: FirstStep | None = None
+        """Watches for a gradient scaler, from the first loss that nobody scales."""
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
         """Return the weight of a loss that is injected in this backward pass, () float32 on the
@@ -190,17 +196,32 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:  # the first loss of this pass
             self._task = task
             self._begin(_trainable(layer))
+            self._await_scaler()
         # 0 without trainable parameters, and in passes beyond the number of the previous step
         weight = 0.0
         if self._pass_parameters and self._passes_of_step <= self._expected_passes:
             weight = 1 / self._expected_passes
         return torch.full((), weight, device=like.device)
 
+    def _await_scaler(self) -> None:
+        """Let the next optimizer step say whether a gradient scaler takes it."""
+        if self._first_step is None:
+            from moesaic.routing.gradient_scalers import FirstStep  # when it is used
+
+            self._first_step = FirstStep()
+        self._first_step.await_for(self)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the layer's parameters that an optimizer steps."""
+        return self._watched
+
     def note(self, node: Any) -> None:
         """Note that a node of the graph injects a loss in this backward pass; warn if it does so
         beside another call's."""
         layer = self._layer()
         if self._has_warned or layer is None or layer.loss_scale_is_set:
+            return
+        if not self._pass_parameters:  # a layer that does not train injects nothing
             return
         self._nodes.append(node)
         if len(self._nodes) <= self._most_nodes:
@@ -260,8 +281,11 @@ if _register is not None:
 
     @operator("injected_weight")
     def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
-        """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes."""
-        return passes.weight(like, is_half)
+        """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes, in
+        which the graph's node stands for all calls in the graph."""
+        weight = passes.weight(like, is_half)
+        passes.note(torch._C._current_autograd_node())
+        return weight
 
     @torch.library.register_fake(injected_weight.overload)
     def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:

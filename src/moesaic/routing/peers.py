@@ -126,8 +126,10 @@ class Gathered:
                 digest,
             ]
             message = torch.cat(parts)  # float64, as the digest is
+        values = peers.gather(message)
+        peers.compare_groups()
         return cls(
-            peers.gather(message),
+            values,
             num_slots=counts_KE.shape[0],
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
@@ -282,7 +284,6 @@ class Peers:
         slots: Callable[[Tensor], Tensor] = lambda expert: expert,
     ) -> None:
         self._transport = transport
-        self._all_are_peers = grid.tp == 1  # no tensor-parallel group, whose ranks share tokens
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         """The ranks of the peers, this one included, in the order of their tokens."""
         self.number = len(self.ranks)
@@ -292,14 +293,15 @@ class Peers:
         self.slices = grid.tp if slices else 1
         """The number of neighbouring peers, a tensor-parallel group, that hold slices of one batch
         of tokens; 1 if every peer has whole sequences."""
+        self._tensor_ranks = grid.tp
+        """How many neighbouring ranks of the world share their tokens."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
         self._plan_digest = digest  # without the arguments of a call
         self._settings: dict[str, object] = {}
         """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
-        """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
-        layer."""
+        """(4,) float64: a digest of the plan and of this rank's arguments of a call."""
         self._device_digest = (torch.empty(0), torch.empty(0))
         """The `digest` that was copied last, and its copy on a device."""
         # only the messages of all ranks bring the counts of every rank
@@ -328,10 +330,15 @@ class Peers:
         """What to do if they are not, by their names."""
         self.sets_loss_scale = False
         """Whether the caller of the next call has set a scale of the losses."""
-        self._batch_length = BATCH if grid.tp > 1 else 0
-        """How many of the extras describe the batch of this rank's tensor-parallel group."""
         self.batch: Tensor | None = None
         """(5,) float64: the `batch_in_numbers` of the next call; None for zeros."""
+        self.compares_groups = False
+        """Whether the next call has a message more, in which `compare_groups` compares batches."""
+
+    @property
+    def _batch_length(self) -> int:
+        """How many of the extras describe the batch of this rank's tensor-parallel group."""
+        return BATCH if self._tensor_ranks > 1 else 0
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
@@ -387,20 +394,39 @@ class Peers:
         Raises:
             InputError: on every rank, if those of a group did not.
         """
-        if self.slices == 1:
+        if self.slices > 1:  # all ranks are peers
+            self._check_batches(gathered.extras_on_host[:, -self._batch_length :])
+
+    def compare_groups(self) -> None:
+        """In a call with `compares_groups`, compare digests of all ranks, and the batches of each
+        tensor-parallel group.
+
+        Raises:
+            InputError: on every rank, if they differ.
+        """
+        if not self.compares_groups:
             return
-        batches = gathered.extras_on_host[:, -self._batch_length :]
-        for first in range(0, self.number, self.slices):
-            words = [in_words(batch) for batch in batches[first : first + self.slices]]
-            for index, batch in enumerate(batches[first : first + self.slices]):
+        assert self.batch is not None
+        own = torch.cat([self.batch, self.digest_on(self.batch.device)])
+        world = tuple(range(self._transport.world))
+        messages = torch.stack(all_gather(self._transport, world, own)).cpu()
+        self.check(messages[:, BATCH:], world)
+        self._check_batches(messages[:, :BATCH].numpy())
+
+    def _check_batches(self, batches: np.ndarray) -> None:
+        """Raise InputError if ranks of a tensor-parallel group have other batches, given those of
+        all ranks of the world, (world, 5)."""
+        for first in range(0, len(batches), self._tensor_ranks):
+            of_group = batches[first : first + self._tensor_ranks]
+            words = [in_words(batch) for batch in of_group]
+            for index, batch in enumerate(of_group):
                 if is_same_batch(batch, batches[first]):
                     continue
-                rank = self.ranks[first]
-                other = self.ranks[first + index]
+                other = first + index
                 raise InputError(
-                    f"ranks {rank} and {other} of a tensor-parallel group call a layer with "
-                    f"different tokens: {words[0]} on rank {rank}, {words[index]} on rank {other}: "
-                    "give all ranks of the group the same x, mask and token_ids"
+                    f"ranks {first} and {other} of a tensor-parallel group call a layer with "
+                    f"different tokens: {words[0]} on rank {first}, {words[index]} on rank "
+                    f"{other}: give all ranks of the group the same x, mask and token_ids"
                 )
 
     def _counts_of_node_tokens(
@@ -492,7 +518,7 @@ class Peers:
         Raises:
             InputError: on every rank, if the ranks do not run the same.
         """
-        knows_peers = self.all_agree or self._all_are_peers
+        knows_peers = self.all_agree or self._tensor_ranks == 1
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
@@ -593,7 +619,7 @@ def batch_in_numbers(x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | N
     weights = torch.arange(sample.numel(), dtype=torch.float64, device=x_TD.device).cos()
     return torch.stack(
         [
-            place.new_tensor(num_tokens),
+            place.new_full((), num_tokens),
             valid.sum(),
             place @ (valid + ids),
             sample.flatten() @ weights,

@@ -398,10 +398,10 @@ class ExpertParallel:
         self._note_call(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
+            self._describe_batch(x_TD, batch.valid_T, batch.token_ids)
         self._compare_router(router)
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
-            self.peers.batch = self._batch_in_numbers(x_TD, batch.valid_T, batch.token_ids)
             batch = self._slice_of(batch, len(x_TD))
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
             sharing = parameters_as(router, self._shared)
@@ -428,16 +428,23 @@ class ExpertParallel:
             name: weight for name, weight in compared.items() if not hasattr(weight, "placements")
         }
 
-    def _batch_in_numbers(
+    def _describe_batch(
         self, x_TD: Tensor, valid_T: Tensor | None = None, token_ids: Tensor | None = None
-    ) -> Tensor | None:
-        """Return what tells the batch of this rank's tensor-parallel group from others; on a GPU,
-        where this costs launches, None in all but the first of every so many calls."""
+    ) -> None:
+        """Let the ranks of each tensor-parallel group compare their tokens in this call: in every
+        one where they route slices on a CPU, else in the first of every so many, since that costs
+        launches on a GPU, and otherwise messages."""
+        if self.grid.tp == 1:
+            return
         number = self._batches
         self._batches = (number + 1) % CHECKED_CALLS
-        if x_TD.device.type != "cpu" and number:
-            return None
-        return batch_in_numbers(x_TD, valid_T, token_ids)
+        routes_slices = self.compiled.routes_slices
+        is_free = routes_slices and x_TD.device.type == "cpu"
+        compares = is_free or number == 0
+        self.peers.batch = batch_in_numbers(x_TD, valid_T, token_ids) if compares else None
+        # Ranks that route whole batches exchange nothing else in their group. The host waits for
+        # it, which it must not while a graph is captured.
+        self.peers.compares_groups = compares and not routes_slices and not _is_capturing()
 
     def _slice_of(self, batch: TokenInfo, num_tokens: int) -> TokenInfo:
         """Return what is known of this rank's slice of the tensor-parallel group's tokens."""
@@ -491,8 +498,8 @@ class ExpertParallel:
                 "top_k": expert_TK.shape[1],
             }
         )
+        self._describe_batch(x_TD)
         if self.compiled.routes_slices:
-            self.peers.batch = self._batch_in_numbers(x_TD)
             expert_TK = expert_TK[share_of(len(x_TD), self._tp_place, self.grid.tp)]
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
@@ -851,6 +858,11 @@ def _find_nodes(
     return find_node_tokens(
         token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid
     )
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _plan_key(plan: Plan | Compiled) -> Plan | bytes:

@@ -77,7 +77,10 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     if not settings.searches and not auto_needs_mesh:
         return config
     if world == 1:  # one rank has no mesh and no plan to find
-        say("planner: one process has nothing to split, so nothing is searched")
+        say(
+            "planner: one process has nothing to split, so nothing is searched: torchrun starts "
+            "several"
+        )
         mesh = replace(config.mesh, tp=1, ep=1, etp=1)
         return replace(config, mesh=mesh, planner=replace(settings, plan=""))
     return _searched(config, world, say)

@@ -74,8 +74,8 @@ class DataConfig:
     type is taken from the .json file of the same name, which moesaic tokenize writes. Without that
     file they have 16 bits, or 32 if vocab_size is above 65,536."""
     tokenizer: str = ""
-    """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it; its
-    vocabulary then overrides vocab_size. Empty: one token per byte of text."""
+    """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it. Its
+    vocabulary then overrides vocab_size, but for .bin files. Empty: one token per byte of text."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:

@@ -452,7 +452,7 @@ class Trainer:
         # reduce gradients, so it may only come when all micro-batches have run forward.
         passes = micro_batches(model, count, hold=state.hold)
         allowed = next(passes)  # number of the last micro-batch that was let run
-        for losses in in_flight(loss_of, range(count)):
+        for losses in in_flight(loss_of, range(count), at_once=2):
             newest = len(auxiliary) - 1  # number of the last one that has run forward
             while allowed < newest:
                 allowed = next(passes)

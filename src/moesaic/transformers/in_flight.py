@@ -68,5 +68,5 @@ def _has_sequences(value: Any) -> bool:
 
 def both(compute: Any, parts: Sequence[Any]) -> list[Tensor]:
     """Return what `compute` returns for each part, a tensor, computed in flight."""
-    # `in_flight` yields the results of two parts at a time
-    return [result for results in in_flight(compute, parts) for result in results]
+    pairs = in_flight(compute, parts, at_once=2)  # yields the results of two parts at a time
+    return [result for results in pairs for result in results]

@@ -77,29 +77,36 @@ class Hub(AbstractFormat):
             for table in tables
             if isinstance(table, WeightConverter)
         ]
+        prefix = f"{model.model.base_model_prefix}."
         for tensor, shape in model.shapes.items():
             operations = _operations(converters, tensor)
             hub_tensors = revert_weight_conversion(
                 model.model, {tensor: torch.empty(shape, device="meta")}
             )
+            in_files = [_present(name, names, prefix) for name in hub_tensors]
+            in_memory = _present(tensor, names, prefix)
             whole = full_region(shape)
-            if tensor in names and not hub_tensors.keys() <= set(names):
+            if in_memory in names and not set(in_files) <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
-                yield StoredBlock(tensor, at=whole, tensor=tensor, index=whole)
+                yield StoredBlock(in_memory, at=whole, tensor=tensor, index=whole)
             elif not operations:  # only renamed
-                (name,) = hub_tensors
+                (name,) = in_files
                 yield StoredBlock(name, at=whole, tensor=tensor, index=whole)
             # a matrix of each kind for each expert
-            elif (
-                operations <= {"MergeModulelist", "Concatenate"}
-                and len(hub_tensors) % shape[0] == 0
-            ):
-                yield from _unstacked(tensor, shape, list(hub_tensors))
+            elif operations <= {"MergeModulelist", "Concatenate"} and len(in_files) % shape[0] == 0:
+                yield from _unstacked(tensor, shape, in_files)
             else:
                 raise UnmappedError(
                     f"the hub's names for {tensor} result from {', '.join(sorted(operations))}: "
                     "not supported"
                 )
+
+
+def _present(name: str, names: Collection[str], prefix: str) -> str:
+    """Return the name of a tensor in files that hold these names: without the prefix of the model
+    below the output if they were saved from that model alone."""
+    bare = name.removeprefix(prefix)
+    return bare if bare in names and name not in names else name
 
 
 def _operations(converters: Collection[tuple[Any, WeightConverter]], tensor: str) -> set[str]:
