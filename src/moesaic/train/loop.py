@@ -169,8 +169,7 @@ class Trainer:
         self.console = console
         self.ranks = run.ranks
         self.peak: float | None = None
-        """Rate of matrix products of all ranks in FLOP/s; None on CPUs, whose ranks share the
-        cores, so that a rate measured on one of them is nobody's."""
+        """Rate of matrix products of all ranks in FLOP/s; None on CPUs, whose cores they share."""
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()  # of this rank's MoE layers, between lines of metrics
