@@ -95,7 +95,7 @@ def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.Captur
     assert found["parameters"] == {"total": 4 * experts + around, "active": experts + around}
     assert found["reasons"][0] == "model: 0.2 million total, 0.1 million active parameters"
     assert found["reasons"][-1] == (
-        "measured of cluster: nothing by us; its description does not say where its numbers "
+        "measured of cluster.toml: nothing by us; its description does not say where its numbers "
         "come from (source = ...)"
     )
 

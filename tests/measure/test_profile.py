@@ -214,7 +214,12 @@ def test_shared_links_are_distinguished_from_separate_ones() -> None:
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    measured = replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS), source='of "one" machine, é')
+    measured = replace(
+        UNKNOWN,
+        name=path.name,  # a cluster without a name of its own has its file's
+        host=replace(UNKNOWN.host, **COSTS),
+        source='of "one" machine, é',
+    )
     path.write_text(as_toml(measured), encoding="utf-8")
     assert read_cluster(str(path)) == measured
     assert read_cluster(str(path), nodes=2) == measured
