@@ -241,3 +241,11 @@ def test_halves_in_flight_gain_what_they_hide_and_no_more() -> None:
             assert flying < 0.95 * in_turn
         if gbps == 1e5:
             assert flying == pytest.approx(in_turn, rel=0.05)
+
+
+def test_all_splits_are_corrected_by_published_steps_alike() -> None:
+    """Else the ranking would lean to those that are not."""
+    found = predict(cluster=read_cluster("4x4090-pcie"))
+    shares = [split.interval[0] / split.tokens_per_second for split in found.splits.values()]
+    assert len(shares) > 2
+    assert shares == pytest.approx([shares[0]] * len(shares))

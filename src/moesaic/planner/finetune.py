@@ -475,16 +475,16 @@ def _of_stages(
     step = staged_step(job, cluster, num_stages, count)
     parts = _fullest(stage_parts(job, cluster, num_stages, count))
     needed = sum(parts.values())
-    speed = layout.global_batch * job.model.seq_len / step.seconds
-    low, _, high = SPEED_RATIOS
+    simulated = layout.global_batch * job.model.seq_len / step.seconds
+    low, middle, high = SPEED_RATIOS  # as `speed_of` corrects spread experts
     return SplitPrediction(
         stages=num_stages,
-        tokens_per_second=speed,
+        tokens_per_second=middle * simulated,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
         bottleneck=step.estimate.bottleneck,
         parts=parts,
-        interval=(low * speed, high * speed),
+        interval=(low * simulated, high * simulated),
     )
 
 
