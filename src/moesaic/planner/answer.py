@@ -21,9 +21,10 @@ from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.search import Result, Settings, smallest_layout
 from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.split import WHOLE, SplitCostModel
+from moesaic.planner.split import WHOLE, JobSplit, SplitCostModel, holdings, split_choices
 from moesaic.planner.workload import largest_max_vio, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
 
 SPEED_RATIOS = (0.76, 0.95, 1.13)
 """First quartile, median and third quartile of measured over predicted speed of the published steps
@@ -302,6 +303,8 @@ def _changes(job: Job, settings: Settings) -> Iterator[tuple[str, Job, Settings]
     model = job.model
     if settings.pins != Pins():
         yield "sizes of axes left free", job, replace(settings, pins=Pins())
+    if settings.pp not in (None, 1):
+        yield "no stages (without --pp)", job, replace(settings, pp=None)
     if not model.checkpoint_activations:
         yield "blocks recomputed (model.checkpoint_activations)", _recomputed(job), settings
     if job.batch_size % 2 == 0:
@@ -344,9 +347,19 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     """Return the bytes per rank of the smallest layout; None if the job fits no mesh."""
     simulator = Simulator(cluster)
     try:
-        grids = layouts(job, cluster, settings.pins)
-        models = [SplitCostModel(job, grid, split=WHOLE, simulator=simulator) for grid in grids]
+        split = WHOLE
+        if settings.pp is not None:
+            (split,) = split_choices(job, cluster, settings.most_stages, settings.pp)
+        grids = layouts(split.of(job), cluster, settings.pins, split.pp)
+        models = [_leanest(job, grid, split, simulator) for grid in grids]
         _, num_bytes = smallest_layout(models)
     except InputError:
         return None
     return num_bytes
+
+
+def _leanest(job: Job, grid: Grid, split: JobSplit, simulator: Simulator) -> SplitCostModel:
+    """Return the way of holding the model on a layout that needs the fewest bytes."""
+    ways = [split] if split == WHOLE else holdings(grid, split)
+    models = [SplitCostModel(job, grid, split=each, simulator=simulator) for each in ways]
+    return min(models, key=lambda each: each.least_bytes)

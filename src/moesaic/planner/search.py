@@ -832,6 +832,7 @@ class _Search:
         # `_usable_bytes` are the device's less the reserve, over FRAGMENTED: the bytes that the
         # allocator reserves for each byte of tensors
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
+        over = math.ceil(10 * over) / 10  # to a tenth, never 0.0
         recomputes = self.job.model.checkpoint_activations
         recomputed = ", even with blocks recomputed" if recomputes else ""
         under = " under the given loads" if self.loaded else ""

@@ -57,9 +57,9 @@ class DataConfig:
 
     path: tuple[str, ...] = ()
     """Files, globs or folders. By its suffix a file holds tokens (.bin: raw little-endian integers,
-    memory mapped), JSON lines (.jsonl), a table that the package datasets reads (.parquet, .arrow,
-    .json, .csv), or text. Empty: the source of sympy 1.14.0, which torch brings, without its tests;
-    the same text on every machine."""
+    memory mapped), JSON lines (.jsonl, .ndjson; .json may also hold a list), a table that the
+    package datasets reads (.parquet, .arrow, .csv), or text. Empty: the source of sympy 1.14.0,
+    which torch brings, without its tests; the same text on every machine."""
     text_field: str = "text"
     """The field of JSON lines and tables that holds the text."""
     val: tuple[str, ...] = ()
@@ -221,9 +221,9 @@ class PlannerConfig:
     fit the ranks. parm: choose S1 or S2 by Parm's Algorithm 1 (corrected), with times from the
     cluster. --plan is short for this option."""
     cluster: str = ""
-    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, or a file
-    that describes a cluster, such as one that moesaic profile wrote. Empty: usual links are assumed
-    if times are needed."""
+    """Source of predicted times, for plan=search, plan=auto and policies in `balance`: a preset, or
+    a file that describes a cluster, such as one that moesaic profile wrote. Empty: usual links are
+    assumed if times are needed."""
 
     def __post_init__(self) -> None:
         if self.file and not self.file.endswith((".toml", ".json")):
