@@ -278,9 +278,9 @@ def _exchange(
 MISSING = "nothing"
 """Stands in messages for the value of a field that a rank does not have."""
 ADVICE = "start every rank with the same settings"
-MOST_HOSTS = 4
-"""Hosts that a message names."""
 """What to do about a difference, unless there is better advice."""
+MOST_HOSTS = 4
+"""Hosts that a message names at most."""
 
 
 def check_same(
