@@ -30,7 +30,7 @@ from moesaic_lab.claims import RESULTS, Claim, Measurement, write_whole
 from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measured import machine_in_words
 from moesaic_lab.pictures import Panel, check_picture, write_picture
-from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
+from moesaic_lab.tables import Columns, Marks, claims_table, print_whole, table, write_page
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
 
@@ -237,7 +237,6 @@ class Benchmark(Generic[O, C, F]):
         Args:
             seconds: as in `Measurement`.
         """
-        console = Console(stderr=options.json == "-")
         rows = self.rows(results)
         tables: list[Table] = []
         if callable(self.columns):
@@ -247,7 +246,7 @@ class Benchmark(Generic[O, C, F]):
                 tables += shown.of(rows)
         tables.append(claims_table(self.claims(results)))
         for each in tables:
-            console.print(each)
+            print_whole(each, stderr=options.json == "-")
         if options.json:
             measured = Measurement(
                 rows=rows,

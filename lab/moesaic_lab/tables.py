@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from moesaic_lab.claims import Claim
@@ -50,6 +52,19 @@ def table(
         ends_group = following is not None and any(row[key] != following[key] for key in group_by)
         shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends_group)
     return shown
+
+
+MOST_COLUMNS = 1000
+"""Characters of a line that a table may need."""
+
+
+def print_whole(shown: Table, *, stderr: bool = False) -> None:
+    """Print a table with all its columns, also where a line is narrower, as in a file: an editor
+    can scroll, but nobody gets back what was cut."""
+    console = Console(stderr=stderr)
+    options = console.options.update(width=MOST_COLUMNS)
+    needed = Measurement.get(console, options, shown).minimum
+    Console(stderr=stderr, width=max(console.width, needed)).print(shown)
 
 
 def title_of(key: str) -> str:

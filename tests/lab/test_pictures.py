@@ -19,7 +19,15 @@ from moesaic_lab.pictures import (
     figure,
     write_picture,
 )
-from moesaic_lab.tables import byte_size, cell, claims_table, milliseconds, share, table
+from moesaic_lab.tables import (
+    byte_size,
+    cell,
+    claims_table,
+    milliseconds,
+    print_whole,
+    share,
+    table,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -218,3 +226,14 @@ def test_long_labels_are_cut_at_commas():
     )
     labels = [label.get_text() for label in on.get_xticklabels()]
     assert labels == ["linear, 2 chunks\nno codec", "linear, zfp", names[2]]
+
+
+def test_a_table_that_is_wider_than_a_line_is_printed_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"column number {number}" for number in range(12)]
+    print_whole(table("a wide one", [dict.fromkeys(names, "x" * 20)]))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    assert printed.count("x" * 20) == len(names)

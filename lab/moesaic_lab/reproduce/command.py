@@ -15,7 +15,7 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, suggestion
 from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, PapersMeasured, claims
 from moesaic_lab.reproduce.records import Book, Chart, Reproduction, Row, read_book
-from moesaic_lab.tables import claims_table, table
+from moesaic_lab.tables import claims_table, print_whole, table
 
 if TYPE_CHECKING:
     from moesaic_lab.pictures import Panel
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
             _print(reproductions[-1])
 
     if options.json != "-":
-        Console().print(claims_table(claims(reproductions, book)))
+        print_whole(claims_table(claims(reproductions, book)))
     if options.json is not None:
         try:
             PapersMeasured.of(reproductions, book).write(options.json)
@@ -128,7 +128,7 @@ def _print(reproduction: Reproduction) -> None:
         ("error", "off by"),
         "role",
     )
-    console.print(table(reproduction.title, rows, columns))
+    print_whole(table(reproduction.title, rows, columns))
     for finding in reproduction.findings:
         mark = {True: "holds", False: "does not hold", None: "found"}[finding.holds]
         console.print(
