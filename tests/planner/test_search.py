@@ -206,7 +206,8 @@ def test_memory_decides_and_the_refusal_says_by_how_much() -> None:
     assert "\n" not in text
     over = float(text.split(" in reserve: ")[1].split(" more")[0])
     needed = float(text.split(", needs ")[1].split(" GiB")[0])
-    assert over == pytest.approx(needed + 1 - 1.01, abs=0.11)
+    # one is rounded up to a tenth, the other to the nearest
+    assert over == pytest.approx(needed + 1 - 1.01, abs=0.16)
 
 
 def with_memory(gib: float):
