@@ -576,6 +576,19 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(hub, tmp_path
     )
 
 
+def test_blocks_are_recomputed_where_that_lets_a_faster_layout_fit(capsys):
+    """Experts over all ranks fit without recomputation, but stages are four times as fast."""
+    command = ["plan", "--model", "olmoe-1b-7b", "--cluster", "2x4x4090-25gbe"]
+    assert main([*command, "--accumulation", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main([*command, "--accumulation", "2"]) == 0
+    said = capsys.readouterr().out
+    longer = float(said.split("fits the memory without takes ")[1].split(" times")[0])
+    assert longer > 3
+    assert answer["recomputes_blocks"]
+    assert answer["ranking"][0]["split"]["pp"] == 4
+
+
 def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same(hub, capsys):
     tight = [*hub, "--reserve-gib", "79.5"]
     assert main(tight) == 2

@@ -75,7 +75,7 @@ def _of_cell(cell: StepCell, rows: Sequence[Row]) -> list[Claim]:
     chosen = [row for row in rows if row["role"] == SEARCHED]
     by_hand = [row for row in rows if is_by_hand(row)]
     hybrids = [row for row in rows if _is_hybrid(row)]
-    others = [row for row in rows if not _is_hybrid(row)]
+    others = [row for row in by_hand if not _is_hybrid(row)]
     again = [row for row in rows if row["role"] == AGAIN]
     first = [row for row in rows if row["role"] == STAGES]
     found = []

@@ -134,11 +134,13 @@ def _print(
         data = as_data(result, cluster, skewed)
         total, active = job.parameters(cluster)
         data["parameters"] = {"total": total, "active": active}
+        data["recomputes_blocks"] = job.model.checkpoint_activations
         data["speed"] = asdict(best_speed(job, cluster, result.best))
         data["reasons"] = lines
         print(json.dumps(data, indent=2))
         return 0
-    Console(width=WIDEST).print(table_of(result, cluster, options.model, skewed))
+    table = table_of(result, cluster, options.model, skewed, loads=options.trace or "")
+    Console(width=WIDEST).print(table)
     print(*map(folded, lines), sep="\n")
     if options.write is not None:
         print(in_one_line(f"wrote {options.write}"))

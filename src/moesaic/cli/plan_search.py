@@ -264,8 +264,9 @@ class SearchOptions(JobOptions):
         return best_layout(job, cluster, offers, stages=self.pp, reserve_gib=self.reserve_gib)
 
     def searched(self, job: Job, simulator: Simulator) -> tuple[Job, Result]:
-        """Search, with a progress bar; returns the job and the result. A Hugging Face model that
-        does not fit is tried again with recomputation.
+        """Search, with a progress bar; returns the job and the result. A Hugging Face model is
+        searched again with recomputed blocks, if nothing fits without, or if what does not fit may
+        be faster.
 
         Raises:
             TooLargeError: if no layout fits the memory.
@@ -273,8 +274,8 @@ class SearchOptions(JobOptions):
         counts = self.counts()
         with _progress_bar(Console(stderr=True)) as progress:
 
-            def result_of(job: Job) -> Result:
-                """Return the result of the search for a job."""
+            def result_of(job: Job, to_beat: float = math.inf) -> Result:
+                """Return the result of the search for a job; `to_beat` is that of `search`."""
                 return search(
                     job,
                     simulator.cluster,
@@ -282,16 +283,26 @@ class SearchOptions(JobOptions):
                     counts=counts,
                     simulator=simulator,
                     progress=progress,
+                    to_beat=to_beat,
                 )
 
+            is_of_hub = isinstance(job.model, HubShape)
+            recomputing = replace(job, model=replace(job.model, checkpoint_activations=True))
             try:
-                return job, result_of(job)
+                kept = result_of(job)
             except InputError:  # if it is no TooLargeError, it comes again below
-                if not isinstance(job.model, HubShape):
+                if not is_of_hub:
                     raise
-            # once more, with recomputation
-            job = replace(job, model=replace(job.model, checkpoint_activations=True))
-            return job, result_of(job)
+                return recomputing, result_of(recomputing)
+            if not is_of_hub or not kept.lacks_memory:
+                return job, kept
+            try:
+                recomputed = result_of(recomputing, to_beat=kept.best.seconds)
+            except InputError:
+                return job, kept
+            if recomputed.best.seconds >= kept.best.seconds:
+                return job, kept
+            return recomputing, replace(recomputed, kept_seconds=kept.best.seconds)
 
 
 @contextmanager

@@ -47,14 +47,19 @@ OTHERS_STEPS = "fitted to steps of other systems (no step of this one on several
 
 
 def table_of(
-    result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()
+    result: Result,
+    cluster: ClusterSpec,
+    model: str,
+    skewed: Sequence[SkewedStep | None] = (),
+    *,
+    loads: str = "",
 ) -> Table:
     """Return the ranking as a table; `skewed` has each of its plans under a MaxVio, if one is
-    given."""
+    given; `loads` names a trace under which the steps were simulated."""
     table = Table(
         title=(
             f"{model} on {cluster.name}, {counted(cluster.nodes, 'node')} of "
-            f"{cluster.devices_per_node}: simulated steps"
+            f"{cluster.devices_per_node}: simulated steps" + (f" under {loads}" if loads else "")
         ),
         box=None,
     )
@@ -141,7 +146,7 @@ def answer(
     tokens = job.batch_size * job.accumulation * job.model.seq_len
     yield f"speed: {_speed_in_words(speed, tokens, best.seconds)}; {OTHERS_STEPS}"
     if job.model.checkpoint_activations and isinstance(job.model, HubShape):
-        yield "activations are recomputed: otherwise no layout fits the memory"
+        yield _about_recomputation(result)
 
     name = best.estimate.bottleneck
     yield (
@@ -166,6 +171,17 @@ def answer(
             f"price: {speed.price(price):,.0f} for a trillion tokens, at {price:g} a device and "
             "hour, in the currency of --price-per-hour"
         )
+
+
+def _about_recomputation(result: Result) -> str:
+    """Return a line that says why blocks are recomputed."""
+    if result.kept_seconds is None:
+        return "activations are recomputed: otherwise no layout fits the memory"
+    longer = result.kept_seconds / result.best.seconds
+    return (
+        "activations are recomputed: the best step that fits the memory without takes "
+        f"{longer:.2f} times as long"
+    )
 
 
 def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: float) -> str:

@@ -131,6 +131,11 @@ class Result:
     """Number of simulated plans."""
     too_large: PlannedStep | None = None
     """The fastest simulated plan if it does not fit the memory, else None."""
+    lacks_memory: bool = False
+    """Whether a step that does not fit the memory, simulated or bounded, may be faster."""
+    kept_seconds: float | None = None
+    """Seconds of the best step that recomputes nothing, if one that recomputes blocks is faster;
+    None if none was searched, or none fits."""
 
     @property
     def best(self) -> PlannedStep:
@@ -208,6 +213,7 @@ def search(
     counts: Sequence[np.ndarray] = (),
     simulator: Simulator | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
+    to_beat: float = math.inf,
 ) -> Result:
     """Search layouts and plans.
 
@@ -221,6 +227,7 @@ def search(
         simulator: a simulator of this cluster that keeps what it computes for the caller; None for
             a new one.
         progress: called from time to time with (current activity, items done, all items).
+        to_beat: seconds of a known step; layouts that cannot be faster are passed over.
 
     Raises:
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
@@ -231,10 +238,40 @@ def search(
     splits = [WHOLE]
     if settings.most_stages:
         splits = split_choices(job, cluster, settings.most_stages, settings.pp)
+    searches, refused = _searches_of(splits, job, simulator, settings, progress)
     results: list[Result] = []
     too_large: list[TooLargeError] = []
-    refused: list[InputError] = []
-    searches: list[_Search] = []
+    floors = [floor for each in searches for floor in each.floors_of_larger]
+    promising = [each for each in searches if each.fitting]
+    # the most promising first, since its steps rule out layouts of the others
+    for each in sorted(promising, key=lambda each: each.floor):
+        # the best step of the searches so far
+        each.best = min([to_beat, *(result.best.seconds for result in results)])
+        try:
+            results.append(each.run(counts))
+        except TooLargeError as error:
+            too_large.append(error)
+            floors.append(each.floor)
+        except InputError as error:
+            refused.append(error)
+    if results:
+        return _merged(results, settings.keep, floors)
+    too_large += [each.too_large() for each in searches if not each.fitting]
+    if too_large:
+        raise min(too_large, key=lambda error: error.num_bytes)
+    raise refused[0]
+
+
+def _searches_of(
+    splits: Sequence[JobSplit],
+    job: Job,
+    simulator: Simulator,
+    settings: Settings,
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[_Search], list[InputError]]:
+    """Return a search for each split, with the arguments of `search`, and why others have none."""
+    searches = []
+    refused = []
     # a short search for each number of stages, since there are many
     of_stages = replace(settings, refine=1, paired=0, finished_eps=0)
     for split in splits:
@@ -243,33 +280,19 @@ def search(
             searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
-    promising = [each for each in searches if each.fitting]
-    # the most promising first, since its steps rule out layouts of the others
-    for each in sorted(promising, key=lambda each: each.floor):
-        # the best step of the searches so far
-        each.best = min((result.best.seconds for result in results), default=math.inf)
-        try:
-            results.append(each.run(counts))
-        except TooLargeError as error:
-            too_large.append(error)
-        except InputError as error:
-            refused.append(error)
-    if results:
-        return _merged(results, settings.keep)
-    too_large += [each.too_large() for each in searches if not each.fitting]
-    if too_large:
-        raise min(too_large, key=lambda error: error.num_bytes)
-    raise refused[0]
+    return searches, refused
 
 
-def _merged(results: Sequence[Result], keep: int) -> Result:
-    """Return the results of several splits as one, with the best `keep` plans."""
+def _merged(results: Sequence[Result], keep: int, floors: Sequence[float]) -> Result:
+    """Return the results of several splits as one, with the best `keep` plans; `floors` are lower
+    bounds on the steps of layouts of which no plan fits the memory."""
     steps = [step for result in results for step in result.ranking]
     ranking = sorted(steps, key=lambda step: step.seconds)
 
     larger = [result.too_large for result in results if result.too_large is not None]
     fastest_larger = min(larger, key=lambda step: step.seconds, default=None)
-    if fastest_larger is not None and fastest_larger.seconds >= ranking[0].seconds:
+    best_seconds = ranking[0].seconds
+    if fastest_larger is not None and fastest_larger.seconds >= best_seconds:
         fastest_larger = None
 
     # results by ep are those of the search without stages
@@ -282,6 +305,7 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
         num_left_out=sum(result.num_left_out for result in results),
         num_simulated=sum(result.num_simulated for result in results),
         too_large=fastest_larger,
+        lacks_memory=fastest_larger is not None or min(floors, default=math.inf) < best_seconds,
     )
 
 
@@ -353,6 +377,12 @@ class _Search:
     def fitting(self) -> list[SplitCostModel]:
         """Of `cost_models`, those whose states fit the memory."""
         return [each for each in self.cost_models if each.least_bytes <= self._usable_bytes]
+
+    @property
+    def floors_of_larger(self) -> list[float]:
+        """Lower bounds on the step times of the layouts whose states do not fit the memory."""
+        larger = [each for each in self.cost_models if each.least_bytes > self._usable_bytes]
+        return [self._floor(each) for each in larger]
 
     def too_large(self) -> TooLargeError:
         """Return the error that no states fit."""
