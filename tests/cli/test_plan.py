@@ -614,3 +614,20 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     assert "yours: " in told
     assert "your parts: attention" in told
     assert "the layout above" not in told
+
+
+def test_the_splits_that_choose_a_split_predicts_are_predicted(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "choose_a_split.md").read_text()
+    rows = page.split("| `moesaic plan` with |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 4
+    flags = ""
+    for row in rows:
+        given, fastest, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        told = given.split("`")[1]
+        if given.startswith("the same with"):  # --accumulation alone
+            told = f"{flags.partition(' --accumulation')[0]} {told}"
+        flags = told
+        assert main(["plan", *flags.split(), "--json"]) == 0
+        best = json.loads(capsys.readouterr().out)["ranking"][0]
+        sizes = {"pp": best["split"]["pp"], "ep": best["mesh"]["ep"]}
+        assert fastest == ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -309,3 +309,16 @@ def test_a_split_with_halves_in_flight_is_run_so(plan: Plan, stages: int, flags:
         bottleneck="compute",
     )
     assert f"--ranks 4 {flags} --method" in command_of(split, plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "first"), [("qwen3-30b-a3b", "| Qwen3-30B-A3B,"), ("mixtral-8x7b", "| Mixtral 8x7B,")]
+)
+def test_the_pages_table_is_what_is_printed(model: str, first: str, capsys) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(first))
+    for line, cluster in zip(lines[start:], ("4x4090-pcie", "2x4x4090-25gbe")):
+        said = printed(["plan", "finetune", "--model", model, "--cluster", cluster], capsys)
+        for cell in line.strip("|").replace("*", "").split("|")[1:]:
+            speed, gib = cell.strip().rsplit(", ", 1)
+            assert re.search(rf" {speed} +{re.escape(gib)} ", said), (cluster, cell)
