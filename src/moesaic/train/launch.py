@@ -120,7 +120,7 @@ class Launch:
                 machine.say_ended(was_stopped=was_stopped)
                 ends_torchrun = was_stopped and _ends_torchrun(machine, got_signal)
             dist.barrier()
-            if ends_torchrun:
+            if ends_torchrun and os.getppid() != 1:  # 1 takes the place of a parent that is gone
                 os.kill(os.getppid(), signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
