@@ -14,6 +14,7 @@ seeds, quiet and beside a neighbour; each choice is a first one. Virtual compute
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from moesaic.auto import AutoPlan
+from moesaic.auto import AT_ONCE, AutoPlan
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.measure.together import latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
@@ -41,6 +42,8 @@ from moesaic_lab.benchmark import (
     require_cluster,
 )
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
+from moesaic_lab.in_flight import ALONE, chosen_and_fixed
+from moesaic_lab.in_flight import Options as InFlight
 from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model
 from moesaic_lab.layer.config import LayerPlace, Pipelining, Schedules, read_config
 from moesaic_lab.layer.ranks import LayerRunner
@@ -61,6 +64,8 @@ FEW_RANKS = 4
 """Ranks of a layer whose choice is judged with several seeds, and beside a neighbour."""
 SEEDS = 3
 """Number of those seeds."""
+LINKS = ("125mbit", "500mbit", "2gbit", "10gbit")
+"""Rates of the link between two nodes where layers choose one or two micro-batches in flight."""
 BUSY = "while True: pass"
 """What keeps a core busy."""
 
@@ -89,6 +94,17 @@ class AutoCase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InFlightCase:
+    """A model whose layers choose one or two micro-batches in flight, on a bed."""
+
+    name: str
+    bed: Bed
+    seed: int
+    options: InFlight
+    changes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoResult:
     """The results of one rank."""
 
@@ -98,9 +114,29 @@ class AutoResult:
     spans: dict[str, list[Span]]
 
 
-def cases(options: AutoOptions) -> list[AutoCase]:
-    """Return the beds of the layer benchmark, with steady and with changing links."""
+def cases(options: AutoOptions) -> list[AutoCase | InFlightCase]:
+    """Return the beds of the layer benchmark, with steady and with changing links, then those of
+    micro-batches in flight."""
     require_cluster()
+    all_cases: list[AutoCase | InFlightCase] = [*_plan_cases(options), *cases_of_links(options)]
+    return [case for case in all_cases if options.only is None or options.only in case.name]
+
+
+def cases_of_links(
+    options: AutoOptions, links: Sequence[str] = LINKS, seeds: int = SEEDS
+) -> Iterator[InFlightCase]:
+    """Yield a case of micro-batches in flight for each link and seed."""
+    for link, seed in itertools.product(links, range(seeds)):
+        yield InFlightCase(
+            name=f"in flight, 2 ranks, {link}, seed {seed}",
+            bed=Bed(nodes=2, ranks_per_node=1, inter=link),
+            seed=seed,
+            options=InFlight(steps=options.repeats // 3),
+        )
+
+
+def _plan_cases(options: AutoOptions) -> list[AutoCase]:
+    """Return the beds of the layer benchmark."""
     all_cases = []
     for name, job in _jobs():
         for how in ("steady", "changed"):
@@ -123,7 +159,7 @@ def cases(options: AutoOptions) -> list[AutoCase]:
                 steady, name=f"{name}, neighbour, seed {seed}", job=seeded, has_neighbour=True
             )
             all_cases.append(beside)
-    return [case for case in all_cases if options.only is None or options.only in case.name]
+    return all_cases
 
 
 def _jobs() -> Iterator[tuple[str, LayerJob]]:
@@ -153,10 +189,14 @@ def _job(place: LayerPlace, grid: Grid) -> LayerJob:
     return LayerJob(place=place, grid=grid, methods=methods, same=alike)
 
 
-def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[dict[str, Any]]:
+def measure(
+    options: AutoOptions, selected: list[AutoCase | InFlightCase], told: Told
+) -> list[dict[str, Any]]:
     """Run every case on its bed."""
 
-    def bed_of(case: AutoCase) -> Bed:
+    def bed_of(case: AutoCase | InFlightCase) -> Bed:
+        if isinstance(case, InFlightCase):
+            return case.bed
         bed = case.job.place.bed
         changes = [
             Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes)
@@ -173,9 +213,12 @@ def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[
     )
 
 
-def on_rank(case: AutoCase) -> AutoResult:
+def on_rank(case: AutoCase | InFlightCase) -> AutoResult:
     """Let the layer choose its plan, then time this plan and the fixed ones; all ranks call this
     together."""
+    if isinstance(case, InFlightCase):
+        way, said, of_ways = chosen_and_fixed(case.options, seed=case.seed)
+        return AutoResult(chosen=way, said=said, races=1, spans=of_ways)
     started = time.monotonic()
     transport = open_transport(name="sockets")
     runner = LayerRunner(case.job, transport)
@@ -231,12 +274,15 @@ def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:
     return {plan_in_words(each.plan): each for each in plans}
 
 
-def row_of(case: AutoCase, results: Sequence[AutoResult]) -> dict[str, Any]:
+def row_of(case: AutoCase | InFlightCase, results: Sequence[AutoResult]) -> dict[str, Any]:
     """Return the row of a case from the results of all ranks."""
     seconds: Mapping[str, tuple[float, ...]] = over_ranks([each.spans for each in results])
     chosen = results[0].chosen
     assert all(each.chosen == chosen for each in results), "ranks agree"
-    best = min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
+    medians = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
+    alone = medians.pop(ALONE, None)
+    # what is chosen with two in flight is compared with the best plan without
+    best = min((name for name in medians if AT_ONCE[2] not in name), key=medians.__getitem__)
     ratio = paired(seconds[chosen], seconds[best])
     return {
         "bed": case.name,
@@ -246,26 +292,43 @@ def row_of(case: AutoCase, results: Sequence[AutoResult]) -> dict[str, Any]:
         "low": ratio.low,
         "high": ratio.high,
         "races": results[0].races,
-        "plans": len(seconds),
-        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2],
+        "plans": len(medians),
+        "chosen_ms": 1e3 * medians[chosen],
+        "wire_share": None if alone is None else 1 - alone / medians[best],
         "said": results[0].said[-1:],
     }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the claims: the time of the chosen plan over the best plan's, in the worst case, quiet
-    and beside a neighbour."""
+    """Return the claims: the time of what was chosen over that of the best plan, in the worst case
+    of each kind; of micro-batches in flight, over that of the best plan without."""
+    kinds = ("neighbour", "in flight")
 
-    def worst(*, beside: bool) -> float:
-        ratios = [row["over_best"] for row in rows if ("neighbour" in row["bed"]) == beside]
+    def worst(kind: str) -> float:
+        """Return the worst ratio of the beds of a kind; "" for those of none."""
+        ratios = []
+        for row in rows:
+            own_kind = next((each for each in kinds if each in row["bed"]), "")
+            if own_kind == kind:
+                ratios.append(row["over_best"])
         if not ratios:
             raise NotMeasuredError("no such bed was measured")
         return max(ratios)
 
     return [
-        claimed("auto.over_best", lambda: worst(beside=False), 1.03),
-        claimed("auto.over_best_beside_neighbour", lambda: worst(beside=True), 1.15),
+        claimed("auto.over_best", lambda: worst(""), 1.03),
+        claimed("auto.over_best_beside_neighbour", lambda: worst("neighbour"), 1.15),
+        claimed("auto.in_flight_over_in_turn", lambda: worst("in flight"), 1.02),
+        claimed("auto.in_flight_where_wire_is_half", lambda: _where_wire_is_half(rows), 0.75),
     ]
+
+
+def _where_wire_is_half(rows: list[dict[str, Any]]) -> float:
+    """Return the worst ratio of the beds on which the wire takes 40 to 60 % of a step."""
+    ratios = [row["over_best"] for row in rows if 0.4 <= (row.get("wire_share") or 0.0) <= 0.6]
+    if not ratios:
+        raise NotMeasuredError("no such bed was measured")
+    return max(ratios)
 
 
 BENCHMARK = Benchmark(

@@ -1,42 +1,42 @@
-"""Two micro-batches in flight against one after the other, with virtual compute over real messages.
-
-    moesaic testbed run --nodes 2 --ranks-per-node 1 --inter 50mbit -- \\
-        python -m moesaic_lab.in_flight
+"""Two micro-batches in flight against one after the other, with virtual compute over real messages;
+part of `moesaic bench auto`.
 
 The dense part of a block sleeps, and its experts do (`virtual.py`). The ways run in turn in one
-process per rank, and every step routes other tokens. The first rank prints the median step of each
-way, the best plan among those with chunks, the wire's share (1 - a step without messages / a step),
-and what each way takes of the best plan without micro-batches in flight.
+process per rank, and every step routes other tokens.
 """
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
-from moesaic.comm.mesh import Mesh
-from moesaic.interleaved import in_flight
+from moesaic.auto import AT_ONCE, AutoPlan
+from moesaic.comm.mesh import Mesh, open_transport
+from moesaic.interleaved import AtOnce, in_flight
 from moesaic.layer import MoE
-from moesaic.program.plan import Plan
-from moesaic.runtime.routing_cache import checkpoint
+from moesaic.measure.together import latest, start_together
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan, plan_in_words
+from moesaic_lab.measure import Span
+from moesaic_lab.measure import in_turn as timed_in_turn
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
-CHUNKS = (1, 2, 4)
+ALONE = "without messages"
+"""The way of a model that is not spread over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Sizes of the model and of the measurement."""
 
-    blocks: int = 4
+    blocks: int = 2
     """Blocks of the model."""
     dim: int = 256
     """Width of a token."""
@@ -44,14 +44,12 @@ class Options:
     """Tokens of a micro-batch per rank."""
     micro_batches: int = 4
     """Micro-batches per step."""
-    dense_ms: float = 30.0
+    dense_ms: float = 12.0
     """Milliseconds of a block's dense part forward; twice as long backward."""
-    experts_ms: float = 20.0
+    experts_ms: float = 8.0
     """Milliseconds of a block's experts forward, under even load; twice as long backward."""
-    steps: int = 5
+    steps: int = 10
     """Timed steps of each way."""
-    recompute: bool = False
-    """Recompute each block in the backward pass."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -87,7 +85,6 @@ class _Model(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Block(options) for _ in range(options.blocks))
-        self._recompute = options.recompute
 
     def layers(self) -> list[MoE]:
         """Return the MoE layers, in order."""
@@ -95,75 +92,75 @@ class _Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x) if self._recompute else block(x)
+            x = block(x)
         return x.square().mean()
 
 
-def _seconds(step: Callable[[], None]) -> float:
-    """Return how long a step takes on all ranks together."""
-    dist.barrier()
-    started = time.perf_counter()
-    step()
-    dist.barrier()
-    return time.perf_counter() - started
+MOST_STEPS = 200
+"""Steps within which plan="auto" must have chosen."""
 
 
-def measure(options: Options) -> dict[str, float]:
-    """Return the median seconds of a step of every way, by its name."""
-    torch.manual_seed(0)
-    models = {chunks: _Model(options) for chunks in CHUNKS}
-    alone = _Model(options)  # never parallelized: sends no messages
-    mesh = Mesh.create(ep=dist.get_world_size())
-    for chunks, model in models.items():
-        for layer in model.layers():
-            layer.parallelize(mesh, Plan(chunks=chunks), broadcast=True)
-    generator = torch.Generator().manual_seed(mesh.rank)
+def way_in_words(plan: Plan, at_once: int) -> str:
+    """Return a name of a plan and of how many micro-batches run at a time."""
+    return f"{plan_in_words(plan)}, {AT_ONCE[at_once]}"
 
-    def batches() -> list[Tensor]:
-        """Draw the micro-batches of a step, (tokens, dim) each."""
-        shape = (options.tokens, options.dim)
-        return [
+
+def chosen_and_fixed(
+    options: Options, *, seed: int
+) -> tuple[str, list[str], dict[str, list[Span]]]:
+    """Let the layers' plan="auto" choose a plan and how many micro-batches are in flight, then time
+    steps of every plan that it timed, each with one and with two in flight, and of a model without
+    messages; all ranks, one a node, call this together.
+
+    Returns:
+        the name of the chosen way, what was said, and the spans of each way by its name.
+    """
+    transport = open_transport(name="sockets")
+    world = transport.world
+    mesh = Mesh(Grid(world=world, ep=world, ranks_per_node=1), transport)
+    torch.manual_seed(seed)
+    model = _Model(options)
+    layers = model.layers()
+    for layer in layers:
+        layer.parallelize(mesh, "auto", broadcast=True)
+    generator = torch.Generator().manual_seed(1000 * seed + mesh.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # ends steps, and changes no weights
+    shape = (options.tokens, options.dim)
+    alone = _Model(options)
+
+    def step(at_once: AtOnce, model: _Model = model) -> None:
+        """Train on other micro-batches than before."""
+        batches = [
             torch.randn(shape, generator=generator).requires_grad_()
             for _ in range(options.micro_batches)
         ]
-
-    def in_turn(model: nn.Module) -> None:
-        """Run a step with one micro-batch after the other."""
-        for batch in batches():
-            (model(batch) / options.micro_batches).backward()
-
-    def together(model: nn.Module) -> None:
-        """Run a step with two micro-batches in flight."""
-        for losses in in_flight(model, batches()):
+        for losses in in_flight(model, batches, at_once=at_once):
             (torch.stack(losses).sum() / options.micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    ways: dict[str, Callable[[], None]] = {"without messages": lambda: in_turn(alone)}
-    for chunks, model in models.items():
-        ways[f"in turn, chunks={chunks}"] = lambda model=model: in_turn(model)  # type: ignore[misc]
-        ways[f"in flight, chunks={chunks}"] = lambda model=model: together(model)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(options.steps + 1):
-        for name, run in ways.items():
-            seconds = _seconds(run)
-            if step > 0:  # the first step warms up
-                times[name].append(seconds)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    auto = AutoPlan.of(mesh)
+    steps = 0
+    while auto.table is None or auto.table.race is not None:
+        step("auto")
+        steps += 1
+        assert steps < MOST_STEPS, "plan auto chooses"
+    assert auto.table.running is not None
+    chosen_plan = auto.table.plans[auto.table.running]
+    chosen_at_once = 2 if AT_ONCE[2] in auto.said[-1] else 1
+    for layer in layers:
+        assert layer.on_mesh is not None
+        layer.on_mesh.auto = None  # from here on, each way says its plan
 
+    def run(plan: Plan, at_once: Literal[1, 2]) -> None:
+        """Run a step under a plan."""
+        for layer in layers:
+            layer.use_plan(plan)
+        step(at_once)
 
-def main(options: Options) -> None:
-    """Measure on the ranks of a process group, and print the figures on the first."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    seconds = measure(options)
-    if dist.get_rank() == 0:
-        best = min(value for name, value in seconds.items() if name.startswith("in turn"))
-        share = 1 - seconds["without messages"] / best
-        print(f"virtual compute; the wire takes {share:.0%} of the best step one after another")
-        for name, value in seconds.items():
-            print(f"{name:22} {value:7.3f} s {value / best:6.3f}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options))
+    ways: dict[str, Callable[[], None]] = {ALONE: partial(step, 1, alone)}
+    for plan, at_once in itertools.product(dict.fromkeys(auto.table.plans), AT_ONCE):
+        ways[way_in_words(plan, at_once)] = partial(run, plan, at_once)
+    chosen = way_in_words(chosen_plan, chosen_at_once)
+    barrier = start_together(latest)
+    return chosen, auto.said, timed_in_turn(ways, options.steps, barrier=barrier, warmup=1)

@@ -105,6 +105,16 @@ def test_claims_compare_the_chosen_split_with_the_best_by_hand() -> None:
     assert (best.value, best.interval, best.holds) == (1.0, (1.0, 1.0), True)
     first_ep = next(row["seconds"][0] for row in rows() if row["ep"] == CELL.world)
     assert by_name[f"{NAME}.chosen_over_ep"].value == pytest.approx(1 / first_ep)
+    plain = by_name[f"{NAME}.chosen_over_plain_ep"]
+    assert (plain.value, plain.target) == (pytest.approx(1 / first_ep), 0.30)
+    nothing_held = [row for row in rows() if "--mesh.hold nothing" in row["flags"]]
+    first_plain = next(row["seconds"][0] for row in nothing_held if row["ep"] == CELL.world)
+    for ep in (1, 2):
+        own = [row for row in rows() if (row["pp"], row["ep"]) == (1, ep)]
+        over_plain = by_name[f"{NAME}.ep_{ep}_over_plain_ep"]
+        fastest = min(row["median_seconds"] for row in own)
+        assert over_plain.value == pytest.approx(fastest / first_plain)
+        assert over_plain.holds is False
     assert by_name[f"{NAME}.again"].value == 1.25
     assert by_name[f"{NAME}.losses_differ"].value == 0
     assert by_name["step.pick_regret.median"].value == pytest.approx(0.1)

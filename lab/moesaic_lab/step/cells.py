@@ -50,7 +50,11 @@ class StepCell(Place):
     best_at_most: float = 0.0
     """The target of the chosen split's time over that of the best split by hand; 0 for none."""
     ep_at_most: float = 0.0
-    """The target of the chosen split's time over that of experts over all ranks; 0 for none."""
+    """The target of the chosen split's time over that of plain experts over all ranks; 0 for
+    none."""
+    weights_at_most: float = 0.0
+    """The target of the times of ep 1 and of ep 2 over that of plain experts over all ranks; 0 for
+    none."""
 
     @property
     def part(self) -> str:
@@ -75,7 +79,8 @@ class StepCell(Place):
     @property
     def may_be_zero(self) -> tuple[str, ...]:
         """Names of the numbers that need not be above 0."""
-        return (*super().may_be_zero, "profiles", "best_at_most", "ep_at_most")
+        targets = ("best_at_most", "ep_at_most", "weights_at_most")
+        return (*super().may_be_zero, "profiles", *targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,16 +201,20 @@ def splits_of(config: StepConfig, cell: StepCell) -> tuple[BedSplit, ...]:
     flight."""
     world = cell.world
     most_stages = max(pp for pp in _divisors(world) if pp <= config.model(cell).num_layers)
+    plain = BedSplit(mesh=MeshConfig(ep=world, shard="all", hold="nothing"), role=TOKENS)
+    multicast = StaticPlan(all_to_all="multicast", chunks=2)
+    has_two_levels = cell.nodes > 1 and cell.ranks_per_node > 1
     first = [
         BedSplit(mesh=_mesh(cell, pp=most_stages, ep=1, parts=1, shard="all"), role=STAGES),
-        BedSplit(mesh=MeshConfig(ep=world, shard="all", hold="nothing"), role=TOKENS),
+        plain,
     ]
+    if has_two_levels:
+        first.append(replace(plain, plan=multicast, role=""))
     known = {(split.mesh, split.finer) for split in first}
     others = [split for split in _by_hand(config, cell) if (split.mesh, split.finer) not in known]
     others.sort(key=_order)
     last = [BedSplit(mesh=MeshConfig(shard="all", hold="nothing"), role=WEIGHTS)]
-    if cell.nodes > 1 and cell.ranks_per_node > 1:
-        multicast = StaticPlan(all_to_all="multicast", chunks=2)
+    if has_two_levels:
         over_all = _mesh(cell, pp=1, ep=world, parts=1, shard="node")
         last.append(BedSplit(mesh=over_all, plan=multicast))
     return (*first, *others, *last)

@@ -1,7 +1,9 @@
 """The claims of `moesaic bench step`.
 
 The regret of a choice is how much longer its step takes than the fastest one, as a share of that.
-A row's role says what its split stands for; see `cells`.
+A row's role says what its split stands for; see `cells`. Plain experts over all ranks hold nothing
+from one micro-batch to the next, as the trainer did before it could, and as torchtitan does; ours
+over all ranks hold what they need.
 """
 
 from __future__ import annotations
@@ -81,11 +83,18 @@ def _of_cell(cell: StepCell, rows: Sequence[Row]) -> list[Claim]:
     found = []
     if cell.profiles:
         over_all_ranks = [row for row in rows if _is_ep(row, cell)]
+        plain = [row for row in over_all_ranks if "--mesh.hold nothing" in row["flags"]]
         found += [
             _ratio_claim(f"{name}.chosen_over_best", chosen, by_hand, cell.best_at_most),
-            _ratio_claim(f"{name}.chosen_over_ep", chosen, over_all_ranks, cell.ep_at_most),
+            _ratio_claim(f"{name}.chosen_over_ep", chosen, over_all_ranks, 0.0),
+            _ratio_claim(f"{name}.chosen_over_plain_ep", chosen, plain, cell.ep_at_most),
             claimed(f"{name}.order", lambda: _order(rows), None),
         ]
+        if cell.weights_at_most:
+            for ep in (1, 2):
+                own = [row for row in by_hand if row["pp"] == 1 and row["ep"] == ep]
+                claim = f"{name}.ep_{ep}_over_plain_ep"
+                found.append(_ratio_claim(claim, own, plain, cell.weights_at_most))
     found += [
         _ratio_claim(f"{name}.hybrid", hybrids, others, 0.0),
         _ratio_claim(f"{name}.again", again, first, 0.0),

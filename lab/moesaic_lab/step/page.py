@@ -122,13 +122,14 @@ first split, run once more after all others. A cell has 12 minutes; splits for w
 are missing. \N{ALMOST EQUAL TO}: stopped after one step, which took over four times as long as the
 best."""
 """What the names of splits in the tables mean."""
-RATIOS_IN_WORDS = """Ratios of the seconds of two steps, with the smallest and the largest ratio
-of two single steps; what misses its target is bold. *By hand* are all splits but the chosen one
-and *again*; columns 2 to 5 compare these. *ep over all ranks* is the fastest with `--mesh.ep`
-equal to the number of ranks and nothing in flight, *stages with spread experts* the fastest with
-pp and ep above 1, over the fastest without. The rank correlation is 1 if predictions put the
-splits in the order of their measured steps. *Again* shows how much one split differs from itself.
-*Losses differ* by this share at most after the last step."""
+RATIOS_IN_WORDS = """Ratios of the seconds of two steps, with the smallest and the largest ratio of
+two single steps; what misses its target is bold. *By hand* are all splits but the chosen one and
+*again*; columns 2 to 8 compare these. *ep over all ranks* is the fastest with `--mesh.ep` equal to
+the number of ranks and nothing in flight, *plain ep* the fastest of these with nothing held,
+*stages with spread experts* the fastest with pp and ep above 1, over the fastest without. The
+rank correlation is 1 if predictions put the splits in the order of their measured steps. *Again*
+shows how much one split differs from itself. *Losses differ* by this share at most after the last
+step."""
 """What the columns of the last table mean."""
 
 
@@ -231,6 +232,9 @@ def _row_of(rows: Sequence[Row], split: str, role: str) -> Row | None:
 TITLES = {
     "chosen_over_best": "chosen over best by hand",
     "chosen_over_ep": "chosen over ep over all ranks",
+    "chosen_over_plain_ep": "chosen over plain ep",
+    "ep_1_over_plain_ep": "ep 1 over plain ep",
+    "ep_2_over_plain_ep": "ep 2 over plain ep",
     "hybrid": "stages with spread experts over best other",
     "order": "rank correlation of predictions",
     "again": "again over before",
