@@ -64,7 +64,7 @@ FEW_RANKS = 4
 """Ranks of a layer whose choice is judged with several seeds, and beside a neighbour."""
 SEEDS = 3
 """Number of those seeds."""
-LINKS = ("125mbit", "500mbit", "2gbit", "10gbit")
+LINKS = ("200mbit", "500mbit", "2gbit", "10gbit")
 """Rates of the link between two nodes where layers choose one or two micro-batches in flight."""
 BUSY = "while True: pass"
 """What keeps a core busy."""
