@@ -123,13 +123,13 @@ are missing. \N{ALMOST EQUAL TO}: stopped after one step, which took over four t
 best."""
 """What the names of splits in the tables mean."""
 RATIOS_IN_WORDS = """Ratios of the seconds of two steps, with the smallest and the largest ratio of
-two single steps; what misses its target is bold. *By hand* are all splits but the chosen one and
-*again*; columns 2 to 8 compare these. *ep over all ranks* is the fastest with `--mesh.ep` equal to
-the number of ranks and nothing in flight, *plain ep* the fastest of these with nothing held,
-*stages with spread experts* the fastest with pp and ep above 1, over the fastest without. The
-rank correlation is 1 if predictions put the splits in the order of their measured steps. *Again*
-shows how much one split differs from itself. *Losses differ* by this share at most after the last
-step."""
+two single steps; what misses its target, set for the slowest links only, is bold. *By hand* are
+all splits but the chosen one and *again*; columns 2 to 8 compare these. *ep over all ranks* is the
+fastest with `--mesh.ep` equal to the number of ranks and nothing in flight, *plain ep* the fastest
+of these with nothing held, *stages with spread experts* the fastest with pp and ep above 1, over
+the fastest without. The rank correlation is 1 if predictions put the splits in the order of their
+measured steps. *Again* shows how much one split differs from itself. *Losses differ* by this share
+at most after the last step."""
 """What the columns of the last table mean."""
 
 
