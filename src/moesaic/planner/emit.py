@@ -145,11 +145,7 @@ def _fields_of(given: list[Given]) -> dict[str, Any]:
     read = [flag for flag in given if flag.name in known]
     for flag in sorted(read, key=lambda flag: order.index(flag.name)):
         field, make = known[flag.name]  # `make` says how words become a value (`MEGATRON`)
-        if isinstance(make, Alone):
-            _check_single(flag, most=0)
-            value = make.value
-        else:
-            value = _flag_value(flag, make)
+        value = _flag_value(flag, make)
         if flag.name not in moot:
             values[field] = value
     return values
@@ -195,8 +191,10 @@ def _check_said_once(given: list[Given]) -> None:
     """Raise InputError if flags of both systems set one field, or two of Megatron's the runs of a
     stage."""
     if {flag.name for flag in given} >= RUNS:
-        words = " and ".join(f"--{name}" for name in sorted(RUNS, reverse=True))
-        raise InputError(f"--flags: {words} say the same in two ways: give one")
+        raise InputError(
+            "--flags: --num-virtual-stages-per-pipeline-rank and "
+            "--num-layers-per-virtual-pipeline-stage say the same in two ways: give one"
+        )
     flag_by_field = {MEGATRON[flag.name][0]: flag for flag in given if flag.name in MEGATRON}
     for flag in given:
         same = flag_by_field.get(TORCHTITAN[flag.name][0]) if flag.name in TORCHTITAN else None
@@ -251,10 +249,7 @@ def _words(flags: str) -> list[str]:
     joined = without_comments.replace("\\\n", " ")
     written_as_flag = SUBCOMMAND.sub("--activation-checkpoint.mode ", joined)
     for word in shlex.split(written_as_flag):
-        if word.startswith("-"):
-            words += word.split("=", 1)
-        else:
-            words.append(word)
+        words += word.split("=", 1) if word.startswith("-") else [word]
     return words
 
 
@@ -435,11 +430,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS} - _moot(given)
     if _is_one_graph(given):
         known.update(GRAPHS)
-    unread: list[str] = []
-    for flag in given:
-        if _is_unread(flag, known, job) and flag.word not in unread:
-            unread.append(flag.word)
-    return unread
+    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known, job)))
 
 
 def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
@@ -461,10 +452,8 @@ def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
         is_off = any(value.lower() in NEGATIVE for value in flag.values)
         return is_off or not describes(job)
     # any other flag: matters unless it is read, or harmless, at least with this value
-    if flag.name in HARMLESS_VALUES:
-        allowed = HARMLESS_VALUES[flag.name]
-        return flag.name not in known and not (flag.values and set(flag.values) <= set(allowed))
-    return flag.name not in known
+    allowed = HARMLESS_VALUES.get(flag.name, ())
+    return flag.name not in known and not (flag.values and set(flag.values) <= set(allowed))
 
 
 RUNS = {"num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"}
@@ -517,10 +506,13 @@ def _check_single(flag: Given, most: int) -> None:
 
 
 def _flag_value(given: Given, make: Any) -> Any:
-    """Return the value that the words after a flag give; `make` is the second entry of the flag in
-    `MEGATRON`."""
+    """Return the value that a flag gives with the words after it; `make` is the second entry of the
+    flag in `MEGATRON`."""
     flag = given.word
     value = given.value
+    if isinstance(make, Alone):
+        _check_single(given, most=0)
+        return make.value
     if make is list:  # several words
         if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
