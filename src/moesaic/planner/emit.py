@@ -208,8 +208,7 @@ def _check_said_once(given: list[Given]) -> None:
 def _no_flag_error(given: list[Given]) -> InputError:
     """Return the error that no flag splits a model, which names the first of those given."""
     # a list of a shell or a variable has its whole word as its name, and is no flag
-    names = [flag.name for flag in given if flag.name != flag.word]
-    first = names[0] if names else ""
+    first = next((flag.name for flag in given if flag.name != flag.word), "")
     only = f"--{first}" if first else "nothing"
     near = suggestion(first, [*MEGATRON, *TORCHTITAN])
     return InputError(
@@ -773,6 +772,8 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
 
 PYTORCH = tuple(TORCH_SCHEDULES.values())
 """Pipeline schedules of PyTorch."""
+OF_PYTORCH = (("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS)
+"""What torchtitan and NeMo Automodel lack, in the form of `System.lacks`."""
 SELECTIVE: tuple[tuple[Part, ...], ...] = (
     (),
     ("moe_act",),
@@ -799,13 +800,13 @@ SYSTEMS: dict[str, System] = {
         write=_torchtitan,
         version="torchtitan 0.3.0",
         offers=Offers(schedules=PYTORCH, recompute=tuple(MODES.values()), sharded="parameters"),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
+        lacks=OF_PYTORCH,
     ),
     "automodel": System(
         write=_automodel,
         version="NeMo Automodel",
         offers=Offers(schedules=PYTORCH, all_to_alls=("linear", "deepep"), sharded="parameters"),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
+        lacks=OF_PYTORCH,
     ),
     "moesaic": System(
         write=_moesaic,
