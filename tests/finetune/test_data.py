@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
@@ -116,7 +117,7 @@ CALL = {"type": "function", "function": {"name": "w7", "arguments": {}}}
 ROLES = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }} "
     "{% elif message['role'] == 'assistant' %}w3 {{ message['content'].split('</think>')[-1] }} "
-    "{% elif message['role'] == 'tool' %}w4 {% endif %}{% endfor %}"
+    "{% elif message['role'] == 'tool' %}w4 {{ message['content'] | trim }} {% endif %}{% endfor %}"
 )
 
 
@@ -132,6 +133,11 @@ ROLES = (
         ("w5", 'message 2 has no "role" and "content" (\'w5\')'),
         ({"role": "user", "content": [{"type": "text", "text": "w5"}]}, "message 2, of role"),
         ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "message 2, of role"),
+        ({"role": "critic", "content": CHAT[0]["content"]}, "message 2, of role 'critic'"),
+        ({"role": "function", "content": "w5"}, "message 2, of role 'function'"),
+        ({"role": "assistant", "content": "w5", "thinking": "w6"}, "message 2, of role"),
+        ({"role": "assistant", "content": "w5", "tool_calls": ["odd"]}, "message 2, of role"),
+        ({"role": "assistant", "content": "w5", "reasoning_content": "w5"}, "message 2, of role"),
     ],
 )
 def test_a_message_that_the_template_would_lose_is_named(tmp_path, message, line):
@@ -145,12 +151,47 @@ def test_a_message_that_the_template_would_lose_is_named(tmp_path, message, line
     [
         {"role": "assistant", "content": "<think>\nw9\n</think>\n\n w5"},
         {"role": "assistant", "content": " w5\n", "tool_calls": None},
-        {"role": "assistant", "content": "w5", "tool_calls": ["odd", {"function": "w9"}]},
+        {"role": "assistant", "content": "w5", "reasoning_content": "w9", "thinking": "w9"},
+        {"role": "assistant", "content": "w5", "name": "w9", "weight": 1},
     ],
 )
 def test_earlier_reasoning_and_spaces_may_be_left_out(tmp_path, message):
     text = json.dumps({"messages": [message, {"role": "tool", "content": "w6"}]})
-    assert rows(tmp_path / "data.jsonl", text, 4, ROLES) == [[3, 5, 4, 2]]
+    assert rows(tmp_path / "data.jsonl", text, 5, ROLES) == [[3, 5, 4, 6, 2]]
+
+
+def test_calls_are_whole_in_what_a_template_writes(tmp_path):
+    """Arguments are a table, or its text, as OpenAI has them."""
+    template = (
+        "{% for message in messages %}{{ message['content'] }}"
+        "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}"
+        "{{ call['function']['arguments'] | tojson }}{% endfor %}{% endfor %}"
+    )
+    for arguments in ({"place": "w6"}, '{"place": "w6"}'):
+        function = {"name": "w7", "arguments": arguments}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        text = json.dumps({"messages": [*CHAT, call]})
+        rows(tmp_path / "data.jsonl", text, 1, template)
+        without = template.replace("{{ call['function']['arguments'] | tojson }}", "")
+        assert "message 2, of role" in refused(rows, tmp_path / "data.jsonl", text, 1, without)
+
+
+def test_a_text_without_a_token_leaves_whole_numbers(tmp_path):
+    tokenizer = words_tokenizer()
+    tokenizer.eos_token = None
+    (tmp_path / "data.jsonl").write_text('{"text": " "}\n{"text": "w5 w6"}')
+    found = sequences(str(tmp_path / "data.jsonl"), tokenizer, 2, 1)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [[5, 6]]
+
+
+def test_a_rows_options_reach_the_template(tmp_path):
+    template = PLAIN + "{% if enable_thinking is false %} w5{% endif %}"
+    row = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    assert rows(tmp_path / "data.jsonl", json.dumps(row), 4, template) == [[8, 9, 5, 2]]
+    row["chat_template_kwargs"] = [1]
+    line = refused(rows, tmp_path / "data.jsonl", json.dumps(row), 4, template)
+    assert "line 1: the chat template refuses its messages" in line
 
 
 @pytest.mark.parametrize("name", ["data.JSONL", "data.ndjson", "data.Json"])

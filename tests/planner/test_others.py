@@ -77,7 +77,7 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         "--num-layers 48 --tensor-model-parallel-size 2 --sequence-parallel "
         "--pipeline-model-parallel-size=4 --expert-model-parallel-size 8 "
         "--moe-token-dispatcher-type flex --moe-enable-deepep --micro-batch-size 1 "
-        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm "
+        "--global-batch-size 512 --recompute-activations --overlap-moe-expert-parallel-comm "
         "--bf16 --use-distributed-optimizer"
     )
     apart = dict.fromkeys(("hides_parameters", "hides_gradients", "fused_loss"), False)
@@ -88,14 +88,17 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         ep=8,
         all_to_all="deepep",
         global_batch=512,
-        recompute=("block",),
+        recompute=("core_attn",),
         overlapped=True,
         **apart,  # type: ignore[arg-type]
     )
     assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
-    told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
+    told = (
+        "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
+        "--cross-entropy-loss-fusion"
+    )
     assert from_flags(f"--expert-model-parallel-size 8 {told}") == OthersLayout(
-        ep=8, sharded="none"
+        ep=8, sharded="optimizer"
     )
 
 
@@ -104,12 +107,13 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
     [
         ("", "none"),
         ("--use-distributed-optimizer", "optimizer"),
-        ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "gradients"),
-        (
-            "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params",
-            "parameters",
-        ),
-        ("--use-distributed-optimizer --data-parallel-sharding-strategy=no_shard", "none"),
+        ("--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp", "gradients"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "parameters"),
+        ("--use-megatron-fsdp --use-distributed-optimizer", "parameters"),
+        ("--use-distributed-optimizer --use-megatron-fsdp", "parameters"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy=no_shard", "none"),
+        ("--data-parallel-sharding-strategy optim_grads_params", "none"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "optimizer"),
     ],
 )
 def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> None:
@@ -142,7 +146,10 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
             "--recompute-modules --bf16",
             "--recompute-modules is empty: name at least one of block, core_attn",
         ),
-        ("--recompute-modules attention", "recompute='attention': choose from block, core_attn"),
+        (
+            "--recompute-activations --recompute-modules attention",
+            "recompute='attention': choose from block, core_attn",
+        ),
         (
             "--fp8-recipe int8",
             "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8",
@@ -304,11 +311,28 @@ def test_graphs_of_parts_of_a_layer_are_named_and_not_read() -> None:
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ("--recompute-modules moe_act layernorm # note", ("moe_act", "layernorm")),
-        ("# all\n--recompute-modules moe_act # --tensor-model-parallel-size 4\n", ("moe_act",)),
-        ("--recompute-modules moe_act \\\n layernorm #", ("moe_act", "layernorm")),
-        ("--data-path 'a #b' --wandb-project a#b --recompute-modules moe_act", ("moe_act",)),
-        ("#--recompute-activations\n--recompute-modules moe_act", ("moe_act",)),
+        (
+            "--recompute-activations --recompute-modules moe_act layernorm # note",
+            ("moe_act", "layernorm"),
+        ),
+        (
+            "# all\n--recompute-activations --recompute-modules moe_act # "
+            "--tensor-model-parallel-size 4\n",
+            ("moe_act",),
+        ),
+        (
+            "--recompute-activations --recompute-modules moe_act \\\n layernorm #",
+            ("moe_act", "layernorm"),
+        ),
+        (
+            "--data-path 'a #b' --wandb-project a#b --recompute-activations "
+            "--recompute-modules moe_act",
+            ("moe_act",),
+        ),
+        (
+            "#--recompute-granularity full\n--recompute-activations --recompute-modules moe_act",
+            ("moe_act",),
+        ),
     ],
 )
 def test_what_follows_a_hash_is_a_comment(flags: str, parts: tuple[str, ...]) -> None:
@@ -324,18 +348,18 @@ def test_a_comment_ends_with_its_line_even_behind_a_backslash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "field", "value"),
+    ("flags", "parts"),
     [
-        (("--recompute-granularity selective", "--recompute-modules moe_act"), "recompute", 1),
-        (("--recompute-activations", "--recompute-modules moe_act"), "recompute", 1),
-        (("--recompute-granularity full", "--recompute-modules moe_act"), "recompute", 0),
+        (("--recompute-granularity selective", "--recompute-modules moe_act"), ("moe_act",)),
+        (("--recompute-activations", "--recompute-modules moe_act"), ("moe_act",)),
+        (("--recompute-granularity full", "--recompute-modules moe_act"), ("block",)),
+        (("--recompute-granularity full", "--recompute-activations"), ("core_attn",)),
     ],
 )
-def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], field: str, value: int) -> None:
+def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], parts: tuple[str]) -> None:
     split = "--expert-model-parallel-size 8"
-    right = getattr(from_flags(f"{split} {flags[value]}"), field)
     for given in (flags, flags[::-1]):
-        assert getattr(from_flags(" ".join((split, *given))), field) == right
+        assert from_flags(" ".join((split, *given))).recompute == parts
 
 
 @pytest.mark.parametrize(
@@ -380,6 +404,30 @@ def test_a_setting_that_lacks_its_hyphens_is_one_line(words: str) -> None:
     [
         ("--fp8-recipe mxfp8", ["--fp8-recipe"]),
         ("--recompute-num-layers 4", ["--recompute-num-layers"]),
+        ("--recompute-modules moe_act", ["--recompute-modules"]),
+        ("--recompute-activations --recompute-granularity full", ["--recompute-granularity"]),
+        (
+            "--overlap-moe-expert-parallel-comm --recompute-granularity full",
+            ["--overlap-moe-expert-parallel-comm"],
+        ),
+        ("--moe-enable-deepep", ["--moe-enable-deepep"]),
+        ("--moe-enable-deepep --moe-token-dispatcher-type flex", []),
+        ("--data-parallel-sharding-strategy optim", ["--data-parallel-sharding-strategy"]),
+        ("--data-parallel-sharding-strategy optim --use-megatron-fsdp", []),
+        ("--use-distributed-optimizer --overlap-param-gather", []),
+        (
+            "--overlap-param-gather --num-distributed-optimizer-instances 2",
+            ["--overlap-param-gather", "--num-distributed-optimizer-instances"],
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --enable-zero-bubble",
+            ["--num-virtual-stages-per-pipeline-rank", "--enable-zero-bubble"],
+        ),
+        (
+            "--pipeline-model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 2",
+            ["--num-layers-per-virtual-pipeline-stage"],
+        ),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", []),
         (
             "--recompute-granularity selective --recompute-method block --recompute_num_layers 4",
             ["--recompute-method", "--recompute_num_layers"],
@@ -401,7 +449,34 @@ def test_a_setting_that_lacks_its_hyphens_is_one_line(words: str) -> None:
 def test_a_flag_that_has_no_effect_beside_the_others_is_named(
     flags: str, unread: list[str]
 ) -> None:
-    assert unread_flags(f"--expert-model-parallel-size 8 {flags}", QWEN) == unread
+    split = "--expert-model-parallel-size 8"
+    assert unread_flags(f"{split} {flags}", QWEN) == unread
+    if all(word[0] == "-" for word in unread):
+        words = [f"--{each}" for each in flags.split("--")[1:]]
+        used = " ".join(each for each in words if each.split()[0].split("=")[0] not in unread)
+        assert from_flags(f"{split} {flags}") == from_flags(f"{split} {used}")
+
+
+def test_torchs_interleaved_schedules_have_two_runs_on_a_rank() -> None:
+    stages = (
+        "--parallelism.pipeline_parallel_degree 2 --training.global_batch_size 64 "
+        "--parallelism.expert_parallel_degree 8 --parallelism.pipeline_parallel_schedule"
+    )
+    for name, schedule, runs in (
+        ("1F1B", "1f1b", 1),
+        ("Interleaved1F1B", "1f1b", 2),
+        ("InterleavedZeroBubble", "zb-h1", 2),
+        ("ZBVZeroBubble", "zb-v", 1),
+    ):
+        layout = from_flags(f"{stages} {name}")
+        assert (layout.schedule, layout.virtual_pp) == (schedule, runs)
+        flags = SYSTEMS["torchtitan"].flags("torchtitan", QWEN, layout)
+        assert from_flags(" ".join(flags)) == layout
+    of_one = stages.replace("degree 2", "degree 1")
+    assert from_flags(f"{of_one} Interleaved1F1B").virtual_pp == 1
+    assert unread_flags(f"{of_one} Interleaved1F1B", QWEN) == [
+        "--parallelism.pipeline_parallel_schedule"
+    ]
 
 
 def test_a_recipe_without_a_format_leaves_products_in_bf16() -> None:
@@ -1053,7 +1128,7 @@ LAYOUTS = [
     OthersLayout(
         ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="deepep"
     ),
-    OthersLayout(ep=16, precision="mxfp8", pp=2, sharded="none"),
+    OthersLayout(ep=16, precision="mxfp8", pp=2, sharded="none", hides_parameters=False),
 ]
 
 

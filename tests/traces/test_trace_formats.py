@@ -197,6 +197,20 @@ def test_padding_in_a_trace_is_refused_for_what_it_is() -> None:
     assert "give --num-experts 513 or more" in line
 
 
+@pytest.mark.parametrize("padding", [np.uint8(255), np.uint16(65535), np.int16(0)])
+def test_padding_that_looks_like_an_expert_is_refused(tmp_path, padding) -> None:
+    experts = np.array(EXPERTS, dtype=padding.dtype)
+    path = tmp_path / "a.npy"
+    np.save(path, np.concatenate([experts, np.full_like(experts, padding)]))
+    assert "a token has an expert twice, as padding has" in refused(
+        lambda: FORMATS["vllm"].read(path, ReadOptions())
+    )
+    experts[0, 0, 0] = padding
+    np.save(path, experts)  # of a token's experts one may have that number
+    read = FORMATS["vllm"].read(path, ReadOptions())
+    assert read.shape.num_experts == max(4, int(padding) + 1)
+
+
 TABLE = """rank,layer,micro_batch,expert,count,note
 1,5,0,3,4,x
 0,5,0,3,3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from moesaic.train.documents import LINES, LIST, TABLES, parsed, suffix_of
 BOM = b"\xef\xbb\xbf"
 SPACE = BOM + b" \t\r\n"
 """What may precede JSON."""
-TOOL_ROLES = ("tool", "function", "ipython")
-END_OF_REASONING = "</think>"
+WRITTEN = ("content", "tool_calls")
+"""Fields of a message that a chat template must write."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields that it must write of the last message; of earlier ones it may leave them out."""
+NAMES = ("type", "id")
+"""Fields whose texts a template may read instead of writing them."""
 AT_ONCE = 1000
 """Documents that are tokenized together."""
 
@@ -41,7 +46,7 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
     Raises:
         InputError: DATA cannot be read, or has no text, or less than one sequence.
     """
-    tokens_of_documents: list[Tensor] = []
+    tokens_of_documents = [torch.empty(0, dtype=torch.int64)]
     documents = _documents(data)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while at_once := list(islice(documents, AT_ONCE)):
@@ -49,11 +54,10 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
         # JSON may hold halves of surrogate pairs
         texts = [text.encode(errors="replace").decode() for text in texts if text]
         ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        tokens_of_documents += [torch.tensor([*ids, *end]) for ids in ids_of_texts]
+        # a tensor of no number would be of floats
+        tokens_of_documents += [torch.tensor([*ids, *end]).long() for ids in ids_of_texts]
 
-    tokens = torch.empty(0, dtype=torch.int64)
-    if tokens_of_documents:
-        tokens = torch.cat(tokens_of_documents)
+    tokens = torch.cat(tokens_of_documents)
     if len(tokens) < length:
         reason = "has no text"
         if len(tokens):
@@ -91,73 +95,77 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
             f'{where}: has "messages", and the model\'s tokenizer no chat template: give '
             '"text" instead'
         )
-    tools = _tools(document.get("tools"), where)
+    return _written(document, where, tokenizer)
+
+
+def _written(document: dict[str, Any], where: str, tokenizer: Any) -> str:
+    """Return what the tokenizer's chat template makes of a document's messages; errors of
+    `_text`."""
     messages = document["messages"]
+    words: dict[str, int] = {}
+    """Words that stand in place of texts, and the number of the message of each."""
+    marked = []  # messages of these words
     for number, message in enumerate(messages, 1):
         _require_message(message, f"{where}: message {number}")
+        fields = WRITTEN + REASONING if number == len(messages) else WRITTEN
+        given = {name: message[name] for name in fields if name in message}
+        marked.append(message | _marked(given, number, words))
+    tools = _tools(document.get("tools"), where)
     try:
-        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-        without_tools = None
-        if tools is not None:
-            without_tools = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        options = document.get("chat_template_kwargs") or {}
+        write = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        text = str(write(messages, tools=tools))
+        told = str(write(marked, tools=tools))
+        ignores_tools = tools and text == str(write(messages))
     except Exception as error:  # a template may raise anything
         reason = " ".join(str(error).split())
         raise InputError(
             f"{where}: the chat template refuses its messages ({reason:.200}): correct them"
         ) from error
-    if text == without_tools:
+    if ignores_tools:
         raise InputError(
             f'{where}: has "tools", which the model\'s chat template does not write: leave them out'
         )
+    lost = [number for word, number in words.items() if word not in told]
     for number, message in enumerate(messages, 1):
-        if not _is_written(message, text):
+        content = message.get("content")
+        # a template that takes a list for a text writes Python's own form of it
+        if number in lost or (isinstance(content, list) and repr(content) in text):
             raise InputError(
-                f"{where}: message {number}, of role {message['role']!r}, is not as it stands in "
-                "what the model's chat template writes: correct its role, or leave it out"
+                f"{where}: message {number}, of role {message['role']!r}, is not as it stands, "
+                "with its calls and reasoning, in what the model's chat template writes: correct "
+                "its role, or leave out what is not written"
             )
     return text
 
 
 def _require_message(message: Any, where: str) -> None:
     """Raise InputError if a template would find no role or no content in a message."""
-    is_whole = False
-    if isinstance(message, dict) and isinstance(message.get("role"), str):
-        has_content = isinstance(message.get("content"), str | list)
-        is_whole = has_content or bool(message.get("tool_calls"))
-    if not is_whole:
+    has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if not has_role or not (
+        isinstance(message.get("content"), str | list) or message.get("tool_calls")
+    ):
         raise InputError(
             f'{where} has no "role" and "content" ({message!r:.60}): give it both, or leave it out'
         )
 
 
-def _is_written(message: dict[str, Any], text: str) -> bool:
-    """Return whether a message stands in the text that a template made of it. Templates may leave
-    out earlier reasoning, and write what a tool returned in a form of their own."""
-    if message["role"] in TOOL_ROLES:
-        return True
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        contents = [content]
-    else:
-        if repr(content) in text:
-            return False  # the template takes content for a text, and writes Python's own form
-        contents = [part.get("text") or "" for part in content if isinstance(part, dict)]
-    for part in contents:
-        _, _, after_reasoning = part.rpartition(END_OF_REASONING)
-        if after_reasoning.strip() not in text:
-            return False
-    return all(name in text for name in _called_functions(message))
-
-
-def _called_functions(message: dict[str, Any]) -> list[str]:
-    """Return the names of the functions that a message calls."""
-    names = []
-    for call in message.get("tool_calls") or []:
-        # either {"function": {"name": ...}} or {"name": ...}
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            names.append(function["name"])
-    return names
+def _marked(value: Any, number: int, words: dict[str, int]) -> Any:
+    """Return a part of a message with a new word in place of each text, which `words` gets with the
+    message's number: so a text that a template leaves out is missed, also if another one has
+    it."""
+    if isinstance(value, str) and value.strip():
+        word = f"q{len(words)}z"
+        words[word] = number
+        return word
+    if isinstance(value, list):
+        return [_marked(each, number, words) for each in value]
+    if isinstance(value, dict):
+        return {
+            name: each if name in NAMES else _marked(each, number, words)
+            for name, each in value.items()
+        }
+    return value
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
@@ -170,9 +178,8 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         with suppress(ValueError, RecursionError):
             found = json.loads(tools)
-    if found is None:
-        return None
-    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+    is_list = isinstance(found, list) and all(isinstance(each, dict) for each in found)
+    if found is None or is_list:
         return found or None
     raise InputError(
         f'{where}: its "tools" are no list of JSON schemas ({tools!r:.60}): correct them'

@@ -36,14 +36,14 @@ STRATEGIES: dict[str, Sharded] = {
 """Values of `sharded` by their names in Megatron's FSDP."""
 RECIPES = dict.fromkeys(("delayed", "tensorwise", "blockwise"), "fp8") | {"mxfp8": "mxfp8"}
 """Precisions by the names of Transformer Engine's recipes for scaling."""
-TORCH_SCHEDULES: dict[str, Schedule] = {
-    "1F1B": "1f1b",
-    "Interleaved1F1B": "1f1b",
-    "InterleavedZeroBubble": "zb-h1",
-    "ZBVZeroBubble": "zb-v",
-    "DualPipeV": "dualpipev",
+TORCH_SCHEDULES: dict[str, tuple[Schedule, int]] = {
+    "1F1B": ("1f1b", 1),
+    "Interleaved1F1B": ("1f1b", 2),
+    "InterleavedZeroBubble": ("zb-h1", 2),
+    "ZBVZeroBubble": ("zb-v", 1),
+    "DualPipeV": ("dualpipev", 1),
 }
-"""Pipeline schedules by their names in PyTorch."""
+"""Pipeline schedules by their names in PyTorch, with the runs that torchtitan gives a rank."""
 MODES: dict[str, tuple[Part, ...]] = {
     "none": (),
     "full": ("block",),
@@ -55,11 +55,9 @@ torchtitan. Here it counts as if all dense products were kept."""
 
 
 class Alone(NamedTuple):
-    """A flag without a value, and the value that it sets; if `yields`, other flags for the same
-    field win over it."""
+    """A flag without a value, and the value that it sets."""
 
     value: Any
-    yields: bool = False
 
 
 MEGATRON: dict[str, tuple[str, Any]] = {
@@ -67,7 +65,7 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "pipeline-model-parallel-size": ("pp", int),
     "num-virtual-stages-per-pipeline-rank": ("virtual_pp", int),
     "num-layers-per-virtual-pipeline-stage": ("virtual_layers", int),
-    "enable-zero-bubble": ("schedule", Alone("zb-h1", yields=True)),
+    "enable-zero-bubble": ("schedule", Alone("zb-h1")),
     "zero-bubble-v-schedule": ("schedule", Alone("zb-v")),
     "schedules-method": ("schedule", {"dualpipev": "dualpipev"}),
     "mtp-num-layers": ("mtp", int),
@@ -76,27 +74,29 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "expert-tensor-parallel-size": ("etp", int),
     "micro-batch-size": ("micro_batch", int),
     "global-batch-size": ("global_batch", int),
-    "recompute-activations": ("recompute", Alone(("core_attn",), yields=True)),
     "recompute-granularity": ("recompute", {"full": ("block",), "selective": ("core_attn",)}),
-    "recompute-modules": ("modules", list),
+    "recompute-activations": ("recompute", Alone(("core_attn",))),
+    "recompute-modules": ("recompute", list),
     "recompute-method": ("recompute_method", {"uniform": "uniform", "block": "block"}),
     "recompute-num-layers": ("recompute_layers", int),
     "overlap-moe-expert-parallel-comm": ("overlapped", Alone(True)),
-    "use-distributed-optimizer": ("sharded", Alone("optimizer", yields=True)),
+    "use-distributed-optimizer": ("sharded", Alone("optimizer")),
     "num-distributed-optimizer-instances": ("replicas", int),
+    "use-megatron-fsdp": ("sharded", Alone("parameters")),
     "data-parallel-sharding-strategy": ("sharded", STRATEGIES),
     "overlap-param-gather": ("hides_parameters", Alone(True)),
     "grad-reduce-in-bf16": ("float32_reduced", Alone(False)),
     "overlap-grad-reduce": ("hides_gradients", Alone(True)),
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
-    "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
+    "moe-enable-deepep": ("all_to_all", Alone("deepep")),
     "moe-token-dispatcher-type": ("all_to_all", {"alltoall": "linear", "flex": "deepep"}),
-    "fp8-format": ("narrow", dict.fromkeys(("e4m3", "hybrid"), True)),
+    "fp8-format": ("precision", dict.fromkeys(("e4m3", "hybrid"), "fp8")),
     "fp8-recipe": ("precision", RECIPES),
 }
 """Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
 has the field that it sets, and a function from its word to the value, a table from words to values,
-or `list` if it takes several words. The fields modules and narrow are settled by `_settled`."""
+or `list` if it takes several words. Of those that set one field the last in the table wins, in
+whatever order they are given."""
 GRAPHS = ("cuda-graph-impl", "cuda-graph-scope")
 """Flags of Megatron that turn CUDA graphs on; `full_iteration` after one of them (the first since
 0.18, the second before) makes a whole step one graph. Graphs of parts of a layer are not read."""
@@ -137,24 +137,18 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
 
 
 def _fields_of(given: list[Given]) -> dict[str, Any]:
-    """Return the fields that flags set. A flag that yields gives way to others that set its
-    field."""
+    """Return the fields that flags set, without those that are left aside (`_moot`)."""
     known = MEGATRON | TORCHTITAN
-    yielding: dict[str, Any] = {}
+    order = list(known)
+    moot = _moot(given)
     values: dict[str, Any] = {}
-    for flag in given:
-        if flag.name not in known:
-            continue
+    read = [flag for flag in given if flag.name in known]
+    for flag in sorted(read, key=lambda flag: order.index(flag.name)):
         field, make = known[flag.name]  # `make` says how words become a value (`MEGATRON`)
-        if not isinstance(make, Alone):
-            values[field] = _flag_value(flag, make)
-            continue
-        _check_single(flag, most=0)
-        if make.yields:
-            yielding[field] = make.value
-        else:
-            values[field] = make.value
-    return yielding | values
+        value = _flag_value(flag, make)
+        if flag.name not in moot:
+            values[field] = value
+    return values
 
 
 def from_flags(flags: str) -> OthersLayout:
@@ -171,13 +165,10 @@ def from_flags(flags: str) -> OthersLayout:
             f"--flags: the flags do not parse ({error}): close what is quoted"
         ) from error
     given = _given(words)
-    _check_one_system(given)
-    values = _settled(_fields_of(given))
+    _check_said_once(given)
+    values = _fields_of(given)
     if _is_one_graph(given):
         values["graphs"] = True
-    if "block" not in values.get("recompute", ()):
-        for field, _ in WHOLE_BLOCKS:  # which say how whole blocks are recomputed
-            values.pop(field, None)
     if not values:
         raise _no_flag_error(given)
     if any(flag.name in TORCHTITAN for flag in given):
@@ -187,6 +178,7 @@ def from_flags(flags: str) -> OthersLayout:
         has_stages = values.get("pp", 1) > 1
         values["local_batch"] = local
         values["micro_batch"] = values.get("micro_batch", 1) if has_stages else local
+        values["schedule"], values["virtual_pp"] = values.get("schedule", ("1f1b", 1))
         defaults: dict[str, Any] = {"sharded": "gradients" if has_stages else "parameters"}
         return OthersLayout(**defaults | values)
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every
@@ -195,9 +187,14 @@ def from_flags(flags: str) -> OthersLayout:
     return OthersLayout(**defaults | values)
 
 
-def _check_one_system(given: list[Given]) -> None:
-    """Raise InputError if flags of both systems set one field: which one counts would depend on
-    their order."""
+def _check_said_once(given: list[Given]) -> None:
+    """Raise InputError if flags of both systems set one field, or two of Megatron's the runs of a
+    stage."""
+    if {flag.name for flag in given} >= RUNS:
+        raise InputError(
+            "--flags: --num-virtual-stages-per-pipeline-rank and "
+            "--num-layers-per-virtual-pipeline-stage say the same in two ways: give one"
+        )
     flag_by_field = {MEGATRON[flag.name][0]: flag for flag in given if flag.name in MEGATRON}
     for flag in given:
         same = flag_by_field.get(TORCHTITAN[flag.name][0]) if flag.name in TORCHTITAN else None
@@ -211,31 +208,12 @@ def _check_one_system(given: list[Given]) -> None:
 def _no_flag_error(given: list[Given]) -> InputError:
     """Return the error that no flag splits a model, which names the first of those given."""
     # a list of a shell or a variable has its whole word as its name, and is no flag
-    names = [flag.name for flag in given if flag.name != flag.word]
-    first = names[0] if names else ""
+    first = next((flag.name for flag in given if flag.name != flag.word), "")
     only = f"--{first}" if first else "nothing"
     near = suggestion(first, [*MEGATRON, *TORCHTITAN])
     return InputError(
         f"--flags: found no flag of Megatron or torchtitan that splits a model, only {only}{near}"
     )
-
-
-def _settled(values: dict[str, Any]) -> dict[str, Any]:
-    """Return fields where parts to recompute take the place of what mode selective recomputes, and
-    a recipe for scaling that of a bare format, in whatever order the flags were given."""
-    modules = values.pop("modules", ())
-    if "virtual_pp" in values and "virtual_layers" in values:
-        raise InputError(
-            "--flags: --num-virtual-stages-per-pipeline-rank and "
-            "--num-layers-per-virtual-pipeline-stage say the same in two ways: give one"
-        )
-    if modules and "block" not in values.get("recompute", ()):
-        values["recompute"] = modules
-    if values.pop("narrow", False):
-        values.setdefault("precision", "fp8")
-    else:  # without a format Megatron reads no recipe
-        values.pop("precision", None)
-    return values
 
 
 COMMENT = re.compile(
@@ -270,10 +248,7 @@ def _words(flags: str) -> list[str]:
     joined = without_comments.replace("\\\n", " ")
     written_as_flag = SUBCOMMAND.sub("--activation-checkpoint.mode ", joined)
     for word in shlex.split(written_as_flag):
-        if word.startswith("-"):
-            words += word.split("=", 1)
-        else:
-            words.append(word)
+        words += word.split("=", 1) if word.startswith("-") else [word]
     return words
 
 
@@ -454,11 +429,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS} - _moot(given)
     if _is_one_graph(given):
         known.update(GRAPHS)
-    unread: list[str] = []
-    for flag in given:
-        if _is_unread(flag, known, job) and flag.word not in unread:
-            unread.append(flag.word)
-    return unread
+    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known, job)))
 
 
 def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
@@ -480,25 +451,48 @@ def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
         is_off = any(value.lower() in NEGATIVE for value in flag.values)
         return is_off or not describes(job)
     # any other flag: matters unless it is read, or harmless, at least with this value
-    if flag.name in HARMLESS_VALUES:
-        allowed = HARMLESS_VALUES[flag.name]
-        return flag.name not in known and not (flag.values and set(flag.values) <= set(allowed))
-    return flag.name not in known
+    allowed = HARMLESS_VALUES.get(flag.name, ())
+    return flag.name not in known and not (flag.values and set(flag.values) <= set(allowed))
+
+
+RUNS = {"num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"}
+OF_STAGES = RUNS | {
+    "enable-zero-bubble",
+    "zero-bubble-v-schedule",
+    "schedules-method",
+    "parallelism.pipeline-parallel-schedule",
+    "parallelism.pipeline-parallel-microbatch-size",
+}
+"""Flags that need pipeline stages; those of `RUNS` say how many runs a stage has."""
+STAGES = ("pipeline-model-parallel-size", "parallelism.pipeline-parallel-degree")
 
 
 def _moot(given: list[Given]) -> set[str]:
-    """Return the names of flags that are read, but that Megatron leaves aside beside the others:
-    what they say is in no prediction."""
+    """Return the names of flags that Megatron or torchtitan leaves aside, or refuses, beside the
+    others or without one that they need: what they say is in no prediction."""
     values = {flag.name: flag.value for flag in given}
+    granularity = values.get("recompute-granularity")
     moot = set[str]()
-    if values.get("recompute-granularity") == "full":
+    if "recompute-activations" in values:
+        if granularity == "full":
+            moot.add("recompute-granularity")
+        granularity = "selective"
+    if granularity != "selective":
         moot.add("recompute-modules")
+    if granularity == "full":
+        moot.add("overlap-moe-expert-parallel-comm")
     else:
         moot |= {"recompute-method", "recompute-num-layers"}
     if "fp8-format" not in values:
         moot.add("fp8-recipe")
-    if values.get("moe-token-dispatcher-type") == "alltoall":
+    if values.get("moe-token-dispatcher-type") != "flex":
         moot.add("moe-enable-deepep")
+    if "use-megatron-fsdp" not in values:
+        moot.add("data-parallel-sharding-strategy")
+        if "use-distributed-optimizer" not in values:
+            moot |= {"num-distributed-optimizer-instances", "overlap-param-gather"}
+    if all(values.get(name, "1") == "1" for name in STAGES):
+        moot |= OF_STAGES
     return moot
 
 
@@ -511,10 +505,13 @@ def _check_single(flag: Given, most: int) -> None:
 
 
 def _flag_value(given: Given, make: Any) -> Any:
-    """Return the value that the words after a flag give; `make` is the second entry of the flag in
-    `MEGATRON`."""
+    """Return the value that a flag gives with the words after it; `make` is the second entry of the
+    flag in `MEGATRON`."""
     flag = given.word
     value = given.value
+    if isinstance(make, Alone):
+        _check_single(given, most=0)
+        return make.value
     if make is list:  # several words
         if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
@@ -742,7 +739,7 @@ def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> l
 def _schedule_name(layout: OthersLayout) -> str:
     """Return the PyTorch name of the pipeline schedule of a layout."""
     # of two names of a schedule the last one is for several runs per rank
-    names = [name for name, schedule in TORCH_SCHEDULES.items() if schedule == layout.schedule]
+    names = [name for name, each in TORCH_SCHEDULES.items() if each[0] == layout.schedule]
     return names[-1] if layout.virtual_pp > 1 else names[0]
 
 
@@ -773,8 +770,10 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
     return lines
 
 
-PYTORCH = tuple((schedule, 1) for schedule in dict.fromkeys(TORCH_SCHEDULES.values()))
-"""Pipeline schedules of PyTorch; the first of them also with several runs per rank."""
+PYTORCH = tuple(TORCH_SCHEDULES.values())
+"""Pipeline schedules of PyTorch."""
+OF_PYTORCH = (("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS)
+"""What torchtitan and NeMo Automodel lack, in the form of `System.lacks`."""
 SELECTIVE: tuple[tuple[Part, ...], ...] = (
     (),
     ("moe_act",),
@@ -800,20 +799,14 @@ SYSTEMS: dict[str, System] = {
     "torchtitan": System(
         write=_torchtitan,
         version="torchtitan 0.3.0",
-        offers=Offers(
-            schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"
-        ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
+        offers=Offers(schedules=PYTORCH, recompute=tuple(MODES.values()), sharded="parameters"),
+        lacks=OF_PYTORCH,
     ),
     "automodel": System(
         write=_automodel,
         version="NeMo Automodel",
-        offers=Offers(
-            schedules=(("1f1b", 2), *PYTORCH),
-            all_to_alls=("linear", "deepep"),
-            sharded="parameters",
-        ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
+        offers=Offers(schedules=PYTORCH, all_to_alls=("linear", "deepep"), sharded="parameters"),
+        lacks=OF_PYTORCH,
     ),
     "moesaic": System(
         write=_moesaic,

@@ -90,7 +90,7 @@ RUNNING = (
 ASSUMED = (
     "bf16 fp16 moe-grouped-gemm moe-permute-fusion moe-router-padding-for-fp8 "
     "moe-token-drop-policy no-check-for-nan-in-loss-and-grad sequence-parallel "
-    "training.disable-cuda-graphs use-flash-attn use-megatron-fsdp"
+    "training.disable-cuda-graphs use-flash-attn"
 )
 """What predictions assume: 16-bit and grouped products, fused attention and permutation, sequence
 parallelism beside tp, and launches one by one. With a value such as "false" these are named."""

@@ -94,7 +94,8 @@ def tokens_segment(
         source: origin of the trace.
 
     Raises:
-        InputError: an expert's number is negative or not below `num_experts`.
+        InputError: an expert's number is negative or not below `num_experts`, or a token has one
+            twice.
     """
     _, accumulation, layers, tokens, top_k = table.shape
     least_experts = int(table.max(initial=0)) + 1
@@ -115,6 +116,11 @@ def tokens_segment(
         raise InputError(
             f"trace: its experts are numbered up to {least_experts - 1}: give --num-experts "
             f"{least_experts} or more"
+        )
+    if (np.diff(np.sort(table, axis=-1)) == 0).any():
+        raise InputError(
+            "trace: a token has an expert twice, as padding has, of 0 or of -1 without a sign: "
+            "record tokens without padding, or leave those tokens out"
         )
     shape = TraceShape(
         num_layers=layers,
