@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moesaic.auto import AT_ONCE
 from moesaic_lab import auto
 from moesaic_lab.in_flight import ALONE
 
@@ -27,12 +28,13 @@ def test_few_ranks_choose_with_three_seeds_quiet_and_beside_a_neighbour(
 
 def test_claims_are_the_worst_quiet_and_beside_a_neighbour() -> None:
     rows = [
-        {"bed": "4 ranks, links steady", "over_best": 1.01},
-        {"bed": "4 ranks, neighbour, seed 0", "over_best": 1.2},
-        {"bed": "4 ranks, neighbour, seed 1", "over_best": 1.1},
+        {"bed": "4 ranks, links steady", "over_best": 1.01, "chosen": "s1"},
+        {"bed": "4 ranks, neighbour, seed 0", "over_best": 1.2, "chosen": "s1"},
+        {"bed": "4 ranks, neighbour, seed 1", "over_best": 1.1, "chosen": "s1"},
     ]
-    rows.append({"bed": "in flight, 2 ranks, 2gbit, seed 0", "over_best": 1.03})
-    rows[-1]["wire_share"] = 0.4
+    two = f"s1, {AT_ONCE[2]}"
+    in_flight_bed = {"bed": "in flight, 2 ranks, 2gbit, seed 0", "wire_share": 0.4}
+    rows.append({**in_flight_bed, "over_best": 1.03, "chosen": two})
     quiet, beside, in_flight, wire_is_half = auto.claims(rows)
     assert (quiet.value, quiet.holds) == (1.01, True)
     assert (beside.value, beside.holds) == (1.2, False)
