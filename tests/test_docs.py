@@ -334,6 +334,20 @@ def test_runs_that_commands_of_a_page_read_are_made_there_before() -> None:
     assert sorted(set(taken)) == sorted(FIRST_RUN)
 
 
+def test_a_run_that_a_page_resumes_has_steps_left() -> None:
+    """A run that the page did not stop is at its end, and more steps are given."""
+    resumed = [
+        (page.name, words)
+        for page in PAGES
+        for block in printed.blocks(page.read_text("utf-8"))
+        if block.language not in ("inline", "text")
+        for words in printed.commands_in(block)
+        if "resume" in words
+    ]
+    assert len(resumed) > 1
+    assert [(page, words) for page, words in resumed if "--steps" not in words] == []
+
+
 def test_the_page_of_planning_lists_every_preset_of_a_cluster() -> None:
     text = (DOCS / "planning.md").read_text("utf-8").split("\n## The cluster\n")[1]
     listed = {*re.findall(r"`([\w-]+)`", text.split("```toml")[0])}

@@ -102,10 +102,7 @@ def resumed(folder: Path, *words: str) -> list[str]:
 Case = tuple[Callable[[Path], list[str]], list[str]]
 CASES: dict[str, Case] = {
     # Commands and flags
-    "unknown command": (
-        lambda f: ["trian"],
-        ["unknown command", "choose one of train, tokenize, sample"],
-    ),
+    "unknown command": (lambda f: ["trian"], ["unknown command", "did you mean train?"]),
     "unknown preset": (
         lambda f: ["train", "--preset", "gpt-tny"],
         ["unknown preset gpt-tny", "did you mean gpt-tiny?"],

@@ -27,31 +27,30 @@ SUCH_AS = "such as"
 missing."""
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """Read a TOML or JSON file, depending on its suffix, into a dict.
+def read_table(path: Path, what: str = "config") -> dict[str, Any]:
+    """Read a TOML or JSON file, depending on its suffix, into a dict; `what` names it in errors.
 
     Raises:
         InputError: if the file is missing, has another suffix, or does not parse.
     """
-    if path.suffix not in (".toml", ".json") and path.is_dir():
-        raise InputError(
-            f"config {path}: is a folder: name a file, {path / 'config.json'} of a run"
-        )
     if path.suffix not in (".toml", ".json"):
-        raise InputError(f"config {path}: unknown kind of file, use .toml or .json")
+        wrong = "unknown kind of file, use .toml or .json"
+        if path.is_dir():
+            wrong = f"is a folder: name a file, such as {path / what}.json"
+        raise InputError(f"{what} {path}: {wrong}")
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise InputError(f"config {path}: no such file") from error
+        raise InputError(f"{what} {path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config {path}: cannot be read ({error})") from error
+        raise InputError(f"{what} {path}: cannot be read ({error})") from error
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"config {path}: does not parse ({error})") from error
+        raise InputError(f"{what} {path}: does not parse ({error})") from error
     if not isinstance(table, dict):
         raise InputError(
-            f"config {path}: must hold a table of fields, holds a {type(table).__name__}"
+            f"{what} {path}: must hold a table of fields, holds a {type(table).__name__}"
         )
     return table
 

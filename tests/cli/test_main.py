@@ -171,7 +171,7 @@ def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "nonsense"],
+        [sys.executable, "-m", "moesaic", "xyz"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -179,7 +179,8 @@ def test_the_module_is_the_command():
     )
     assert done.returncode == 2
     assert done.stderr == (
-        f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
+        f"moesaic xyz: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])} "
+        "(--help lists all)\n"
     )
 
 

@@ -287,7 +287,7 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
             ],
             "16 ranks do not split into tp 1, cp 1, pp 1, ep 5, etp 1",
         ),
-        (["--model", "demo", "--cluster", "no.toml"], "no.toml: no such file"),
+        (["--model", "demo", "--cluster", "no.toml"], "cluster no.toml: no such file"),
         (
             ["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "nan"],
             "--reserve-gib nan: must be a finite number",
@@ -296,7 +296,7 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
             ["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "-1"],
             "--reserve-gib -1.0: must be a finite number",
         ),
-        (["--model", "no.toml", "--cluster", "25gbe"], "config no.toml: no such file"),
+        (["--model", "no.toml", "--cluster", "25gbe"], "model no.toml: no such file"),
         (["--model", "demo", "--cluster", "25gbe", "--trace", "no.npz"], "no.npz"),
         (
             ["--model", "demo", "--cluster", "25gbe", "--max-vio", "-1"],

@@ -20,7 +20,8 @@ from moesaic.planner.finetune import (
     SplitPrediction,
     predict_finetune,
 )
-from moesaic.planner.presets import read_job
+from moesaic.planner.hub import HubShape
+from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.rank_memory import GIB
 from moesaic.program.plan import Plan
 
@@ -190,6 +191,20 @@ def test_the_folder_of_a_model_is_read(command, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     folder[3] = str(tmp_path / "empty")
     assert "empty: the folder has no config.json: " in refused(folder, capsys)
+
+
+def test_what_is_no_model_of_the_hub_is_refused_with_names_and_files_that_are(command, capsys):
+    """The help says the same."""
+    names = ", ".join(CONFIGS)
+    ways = f"name one ({names}), or give a model's config.json or its folder"
+    for preset in ("demo", "gpt-small"):
+        assert ways in refused([*command[:3], preset, *command[4:]], capsys)
+    assert f"--model is missing: name one ({names}), or a model's " in refused(command[:2], capsys)
+    for name in CONFIGS:
+        assert isinstance(read_job(name).model, HubShape)
+    assert main([*command[:2], "--help"]) == 0
+    told = " ".join(re.sub("[│╭╰─]", "", capsys.readouterr().out).split())
+    assert f"A Hugging Face model: {names}, or a config.json, or its folder. To plan " in told
 
 
 def test_unknown_ports_of_known_cards_are_refused_with_the_known_ones(command, capsys) -> None:

@@ -3,8 +3,10 @@ asked, and what is claimed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +213,22 @@ def test_all_methods_train_equally_many_tokens() -> None:
     for name in of_ranks[0]:
         total = sum(of_rank[name] for of_rank in of_ranks)
         assert total == pytest.approx(passes * FEW.flops), name
+
+
+def test_the_page_of_fine_tuning_gives_the_range_of_each_ratio() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "benchmarks" / "results" / "small.json").read_text("utf-8"))
+    text = " ".join((root / "docs" / "finetune.md").read_text("utf-8").split())
+    assert all(row["regret"] == 0 for row in found["rows"])
+    assert "what is picked was the fastest of ours in all six cells: " in text
+    for name, whose in (
+        ("one_by_one", "the time of one batch after another over the layers (`device_map`)"),
+        ("1f1b", "torch's 1F1B"),
+        ("transformers", "transformers' expert parallelism"),
+    ):
+        ratios = [row[f"over_{name}"] for row in found["rows"]]
+        assert len(ratios) == 6
+        assert f"{min(ratios):.2f} to {max(ratios):.2f} of {whose}" in text
 
 
 def test_the_worst_cell_is_named_in_the_results_and_on_the_page() -> None:

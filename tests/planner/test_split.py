@@ -175,6 +175,14 @@ def test_on_a_slow_link_stages_win() -> None:
     assert {each.split.pp for each in result.ranking} > {result.best.split.pp}
 
 
+@pytest.mark.parametrize("cluster", [SLOW, FAST])
+def test_the_bound_of_any_layout_is_not_above_that_of_one(cluster: ClusterSpec) -> None:
+    """Nor of one whose split was tried last, after the layouts were compared."""
+    result = best_on(cluster)
+    assert any(each.split.finer > 1 or each.split.parts > 1 for each in result.ranking)
+    assert result.bound_seconds <= min(each.bound_seconds for each in result.ranking)
+
+
 @pytest.mark.random
 def test_without_stages_copies_are_held_where_memory_allows() -> None:
     before = search(JOB, SLOW, Settings(keep=1, refine=2)).best
@@ -269,8 +277,7 @@ def test_which_axis_is_innermost_changes_no_cost(sizes: dict[str, int]) -> None:
         for each in (first.on(turned), other, other.held(split)):
             assert each.least_bytes == first.least_bytes
             assert each.moving_seconds == first.moving_seconds
-            assert each.compute_bound == first.compute_bound
-            assert each.link_bound == first.link_bound
+            assert each.bound_seconds == first.bound_seconds
             assert each.floor() == first.floor()
 
 

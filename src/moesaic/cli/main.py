@@ -16,7 +16,14 @@ from importlib.metadata import entry_points
 
 from moesaic import __version__
 from moesaic.cli.output import guarded_output
-from moesaic.errors import InputError, TrainingError, broken_package, in_one_line, to_install
+from moesaic.errors import (
+    InputError,
+    TrainingError,
+    broken_package,
+    in_one_line,
+    suggestion,
+    to_install,
+)
 from moesaic.files import system_error
 
 COMMANDS = {
@@ -153,7 +160,9 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         return run
     if name in LABORATORY:
         raise InputError(f"needs the package moesaic-lab: {to_install('./lab')}")
-    raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
+    raise InputError(
+        f"unknown command{suggestion(name, [*COMMANDS, *LABORATORY])} (--help lists all)"
+    )
 
 
 _EXTRAS = {

@@ -52,9 +52,9 @@ class JobOptions:
     """A model, a cluster, and the sizes of a step."""
 
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
-    """A model (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, gpt-oss-120b, deepseek-v3), a preset of
-    moesaic train (demo, gpt-small, ...), a training configuration (TOML, or the config.json of a
-    run), or the config.json of a Hugging Face model, or its folder."""
+    """A Hugging Face model: mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, gpt-oss-120b, deepseek-v3, or
+    a config.json, or its folder. To plan training, not fine-tuning, also a preset of moesaic train
+    (demo, gpt-small, ...) or a training configuration (TOML, or the config.json of a run)."""
     cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile
     wrote; docs/planning.md lists both."""
@@ -91,10 +91,9 @@ class JobOptions:
             InputError: if no model or no cluster is named, or the cluster cannot be read.
         """
         if not self.model:
-            names = ", ".join(CONFIGS)
             raise InputError(
-                f"--model is missing: name one ({names}), a training configuration, or a model's "
-                "config.json or its folder"
+                f"--model is missing: name one ({', '.join(CONFIGS)}), or a model's config.json or "
+                "its folder (--help lists all)"
             )
         if not self.cluster:
             raise InputError(
@@ -302,7 +301,9 @@ class SearchOptions(JobOptions):
                 return job, kept
             if recomputed.best.seconds >= kept.best.seconds:
                 return job, kept
-            return recomputing, replace(recomputed, kept_seconds=kept.best.seconds)
+            bound = min(kept.bound_seconds, recomputed.bound_seconds)
+            found = replace(recomputed, kept_seconds=kept.best.seconds, bound_seconds=bound)
+            return recomputing, found
 
 
 @contextmanager

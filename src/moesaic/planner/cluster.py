@@ -635,7 +635,7 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
     """
     if name.endswith((".toml", ".json")):
         path = Path(name)
-        table = read_table(path)
+        table = read_table(path, "cluster")
         if {"format", "versions", "host"} <= table.keys():
             raise InputError(
                 f"cluster {name} is a profile of an earlier version: run moesaic profile again"

@@ -25,6 +25,7 @@ from moesaic.planner.hub import HubShape
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.other_systems import OthersLayout, predict, rank_models
 from moesaic.planner.predicted_plans import ENDLESS_GIB
+from moesaic.planner.presets import CONFIGS
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.planner.search import LOSSLESS, Settings, search
 from moesaic.planner.simulated_plans import PlannedStep
@@ -361,7 +362,8 @@ def _check(
     length = sizes["length"]
     if not isinstance(shape, HubShape):
         raise InputError(
-            "fine-tuning is planned for models of the Hugging Face hub: give the config.json of one"
+            "fine-tuning is planned for models of the Hugging Face hub: name one "
+            f"({', '.join(CONFIGS)}), or give a model's config.json or its folder"
         )
     for name, value in sizes.items():
         if value < 1:

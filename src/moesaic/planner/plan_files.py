@@ -70,7 +70,7 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
         InputError: if the file is missing, does not parse, has a newer version, has no plan, or if
             its mesh is not a table of fields of `MESH`.
     """
-    table = read_table(path)
+    table = read_table(path, "plan")
     version = table.get("version")
     if not isinstance(version, int) or not isinstance(table.get("plan"), dict):
         raise InputError(

@@ -427,7 +427,7 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     """
     if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
-    table = CONFIGS[name] if name in CONFIGS else read_table(_model_file(name))
+    table = CONFIGS[name] if name in CONFIGS else read_table(_model_file(name), "model")
     if is_hub_config(table):
         shape = read_shape(table, f"model {name}", seq_len=seq_len)
         micro_batches = max(1, round(TOKENS / (world * seq_len)))

@@ -122,7 +122,7 @@ class Result:
     by_ep: dict[int, EpResults]
     """Results by size of ep."""
     bound_seconds: float
-    """The smallest bound of all layouts that fit the memory."""
+    """The smallest bound of the layouts and splits that were tried and fit the memory."""
     num_layouts: int
     """Number of layouts that split the model, the batch and the ranks evenly."""
     num_left_out: int
@@ -408,10 +408,13 @@ class _Search:
             ranking = sorted(found, key=lambda step: step.seconds)
 
         simulated_grids = {grid for grid, _ in self.tried}
+        bounds = [each.bound_seconds for each in fitting]
+        # of splits that were tried last, too
+        bounds += [step.bound_seconds for step in ranking]
         return Result(
             ranking=tuple(ranking[: self.settings.keep]),
             by_ep=self._by_ep(cost_models, ranking, searched_eps, has_counts=bool(counts)),
-            bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
+            bound_seconds=min(bounds),
             num_layouts=len(cost_models),
             num_left_out=len(cost_models) - len(simulated_grids),
             num_simulated=len(self._simulated()),

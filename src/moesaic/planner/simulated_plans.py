@@ -60,7 +60,7 @@ def planned_step(
         grid=cost_model.grid,
         estimate=cost_model.estimate_of(compiled, *passes),
         memory=memory,
-        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+        bound_seconds=cost_model.bound_seconds,
         split=cost_model.split,
     )
 

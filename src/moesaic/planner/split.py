@@ -380,14 +380,10 @@ class SplitCostModel:
         return max(map(least_bytes_of_plans, self._fullest))
 
     @cached_property
-    def compute_bound(self) -> float:
-        """Seconds of computation of the busiest stage."""
-        return max(rank.compute_bound for rank in self._distinct)
-
-    @cached_property
-    def link_bound(self) -> float:
-        """Seconds of the busiest link; see `StepCostModel.link_bound`."""
-        return max(rank.link_bound for rank in self._distinct)
+    def bound_seconds(self) -> float:
+        """Step time of a perfect plan: the computing of the busiest stage, or
+        `StepCostModel.link_bound`, whichever is longer."""
+        return max(max(rank.compute_bound, rank.link_bound) for rank in self._distinct)
 
     @cached_property
     def moving_seconds(self) -> float:

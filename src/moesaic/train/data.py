@@ -396,7 +396,7 @@ def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
     sidecar = path.with_suffix(".json")
     name = "uint16" if config.vocab_size <= 2**16 else "uint32"
     if sidecar.exists():
-        name = read_table(sidecar).get("dtype", "")
+        name = read_table(sidecar, "data").get("dtype", "")
     if name not in BIN_DTYPES:
         raise InputError(f"data: {sidecar}: dtype={name!r}: write one of {', '.join(BIN_DTYPES)}")
     return np.dtype(name).newbyteorder("<")
