@@ -783,7 +783,7 @@ class ExpertParallel:
         """
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
-        if not (digests == self.peers.digest.numpy()).all():
+        if not (digests == self.peers.digest).all():
             # raises if ranks differ; if they do not, all have changed since the forward pass
             self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
