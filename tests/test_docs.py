@@ -192,6 +192,14 @@ def test_code_of_pages_fits_their_column() -> None:
     assert wide == []
 
 
+def test_every_benchmark_that_a_page_names_exists() -> None:
+    known = {*BENCHMARKS, *OTHERS}
+    for page in PAGES:
+        if page.name != "log.md":
+            named = re.findall(r"\bmoesaic bench ([a-z][\w-]*)", page.read_text("utf-8"))
+            assert {*named} <= known, page
+
+
 def test_every_result_has_a_command_on_the_page_of_benchmarks() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| .+ \| `moesaic ([\w ]+)",

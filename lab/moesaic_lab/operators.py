@@ -121,10 +121,11 @@ def make_layer(**options: Any) -> MoE:
     return MoE(DIM, HIDDEN, EXPERTS, **options)
 
 
-def _count_on_mesh() -> dict[str, list[str]]:
-    """Return the operators of this rank's layer on a mesh of all ranks, without the experts'."""
+def count_on_mesh(mesh: Mesh | None = None) -> dict[str, list[str]]:
+    """Return the operators of this rank's layer on a mesh, of all processes by default, without the
+    experts'."""
     layer = make_layer()
-    layer.parallelize(Mesh.create(ep=WORLD))
+    layer.parallelize(mesh or Mesh.create(ep=WORLD))
     experts: Any = layer.experts
     gradients = experts.gradients
 
@@ -372,7 +373,7 @@ def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any
     told("the GPU's path")
     rows += _count_by_triton()
     told(f"{WORLD} ranks")
-    of_ranks = on_ranks(WORLD, _count_on_mesh)
+    of_ranks = on_ranks(WORLD, count_on_mesh)
     most_names = {
         direction: max((names[direction] for names in of_ranks), key=len) for direction in MOST
     }

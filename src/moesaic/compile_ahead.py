@@ -187,7 +187,5 @@ def _choose(layer: MoE, x: Tensor) -> None:
             fused, leaf, layer.losses, valid_T=None, given=None, reduced=reduced
         )
         # all that a loss may give a gradient to
-        results = [scored.weight_N, *(scored.values or ())]
-        if scored.sums is not None:
-            results.append(scored.sums.probs_GE)
-        torch.autograd.grad(sum(each.sum() for each in results), leaf)
+        results = [each.sum() for each in (scored.weight_N, *scored.values)]
+        torch.autograd.grad(results, leaf)

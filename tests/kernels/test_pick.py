@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -63,3 +65,14 @@ def test_torchs_grouped_product_is_taken_where_it_is_one_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert pick.runs_grouped_mm(torch.device("cuda"), torch.bfloat16) == expected
     assert not pick.runs_grouped_mm(torch.device("cuda"), torch.float16)
+
+
+def test_the_page_says_where_our_kernels_were_compiled_and_where_they_are_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels_gpu.md").read_text()
+    _, table = page.split("| device | our kernels | ran on one |\n|---|---|---|\n")
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()]
+    refused = {device for device, kernels, _ in rows if "refused" in kernels}
+    assert refused == {"AMD", "V100, T4", "Apple (MPS), Intel (XPU)"}
+    for device, kernels, _ in rows:
+        assert device in refused or kernels.startswith("compiled, interpreted"), device
+    assert [device for device, _, ran in rows if "measured" in ran] == ["H100, H200"]

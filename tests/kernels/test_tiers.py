@@ -7,6 +7,7 @@ import importlib
 import inspect
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -333,3 +334,9 @@ def test_experts_of_the_users_own_have_no_kernel_to_choose():
         InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"
     ):
         MoE(8, 8, 2, experts=make, kernel="fp8")
+
+
+@scaled
+def test_the_page_says_what_a_tier_is_for_that_rounds_weights_in_every_product(name):
+    page = (Path(__file__).parents[2] / "docs" / "kernels_gpu.md").read_text()
+    assert f"\n| `{name}`, for accuracy studies | " in page

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.program.grid import Grid
 from moesaic.routing.routers import ROUTERS
+from moesaic_lab.local_copies import unseen
 from moesaic_lab.operators import (
     DIM,
+    WORLD,
     HandWritten,
     OperatorCounter,
     claims,
+    count_on_mesh,
     counted,
     hand_step,
     kept_row,
@@ -27,6 +34,20 @@ def test_the_counter_sees_operators_inside_ours_and_leaves_the_experts_out():
     with OperatorCounter() as counter:
         torch.ones(3).view(3, 1) + 1
     assert counter.names == ["aten.ones.default", "aten.view.default", "aten.add.Tensor"]
+
+
+def test_a_call_on_a_mesh_issues_no_more_operators_than_these():
+    grid = Grid(world=WORLD, ep=WORLD)
+
+    def rank(transport: AbstractTransport) -> dict[str, int]:
+        transport.issue = unseen(transport.issue)  # between threads, messages are many operators
+        transport.wait = unseen(transport.wait)
+        names = count_on_mesh(Mesh(grid, transport))
+        return {each: len(operators) for each, operators in names.items()}
+
+    for found in run_ranks(WORLD, rank):
+        assert found["forward"] <= 95
+        assert found["backward"] <= 57
 
 
 def test_the_hand_written_layer_computes_what_the_layer_computes():

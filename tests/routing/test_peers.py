@@ -202,7 +202,7 @@ def test_ranks_send_what_one_process_with_all_tokens_sends(
         if routing.capacity is not None:
             assert int(routing.capacity) == int(whole.routing.capacity)  # type: ignore[arg-type]
         own = torch.bincount(routing.expert, minlength=EXPERTS).tolist()
-        assert record.by_rank[r].tolist() == own, (
+        assert record.gathered.by_rank[r].tolist() == own, (
             "what the others were told is what this rank sends"
         )
         for loss, value in routing.losses.items():
@@ -229,7 +229,9 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
     found = run_ranks(3, rank)
     for r, routed in enumerate(found):
         assert rows(routed) == rows(alone[r])
-        assert routed.record.by_rank.tolist() == [each.routing.counts.tolist() for each in alone]
+        assert routed.record.gathered.by_rank.tolist() == [
+            each.routing.counts.tolist() for each in alone
+        ]
         assert routed.routing.counts.tolist() == sum(each.routing.counts for each in alone).tolist()
         for loss, value in whole.routing.losses.items():
             # losses span all ranks nevertheless

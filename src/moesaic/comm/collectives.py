@@ -253,12 +253,13 @@ def _contiguous(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> T
     """Return a tensor ready to be sent, after a check of the peers."""
     assert transport.rank in peers, f"rank {transport.rank} is none of {peers}"
     assert list(peers) == sorted(set(peers)), f"{peers} do not ascend"
-    return tensor.detach().contiguous()
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 
 
 def _shares(tensor: Tensor, count: int) -> list[Tensor]:
     """Return the shares of `count` ranks as views, by `share_of`."""
-    return [tensor[share_of(len(tensor), index, count)] for index in range(count)]
+    slices = [share_of(len(tensor), index, count) for index in range(count)]
+    return list(tensor.split([each.stop - each.start for each in slices]))
 
 
 def _without_self(

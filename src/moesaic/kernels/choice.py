@@ -156,10 +156,8 @@ def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Choice
     """Return a result with undefined values: for Triton's kernels to fill, or for its shapes."""
     num_tokens, num_experts = logits.shape
     num_copies = num_tokens * rule.top_k
-    balance_shape: tuple[int, ...] = (0,)
-    if wanted.balance:
-        balance_shape = () if wanted.reduced else (1, num_experts)
-    z_shape = () if wanted.z else (0,)
+    balance_shape = () if wanted.balance and wanted.reduced else (num_experts * wanted.balance,)
+    z_shape = () if wanted.z and wanted.reduced else (int(wanted.z),)
     # makes tensors like the empty one: int64, on the device of the logits
     new_ints = logits.new_empty(0, dtype=torch.int64).new_empty
     return ChoiceResult(
@@ -287,29 +285,26 @@ def _sums(
     wanted: WantedSums,
 ) -> tuple[Tensor, Tensor]:
     """Return the fields `balance` and `z` of `ChoiceResult`."""
-    balance = logits.new_empty(0)
-    if wanted.balance and gates is not None:
+    if gates is None or not wanted.balance:
+        balance = logits.new_empty(0)
+    else:
         probs = gates / gates.sum(1, keepdim=True) if rule.by_sigmoid else gates
         if valid is not None:
             probs = probs * valid.unsqueeze(1)
-        sums = probs.sum(0)
+        balance = probs.sum(0)
         if wanted.reduced:
             # the loss is linear in the sums; with padding, `num_valid` is the number of tokens
             num_tokens = len(logits) if valid is None else None
-            slope = balance_slope(counts, num_valid, rule.top_k, num_tokens, sums.dtype)
-            balance = sums.dot(slope)
-        else:
-            balance = sums.unsqueeze(0)
+            slope = balance_slope(counts, num_valid, rule.top_k, num_tokens, balance.dtype)
+            balance = balance.dot(slope)
 
-    z = logits.new_empty(0)
-    if wanted.z:
-        squares = logits.logsumexp(1).square()
-        if valid is not None:
-            squares = squares * valid
-        z = squares.sum()
-        if wanted.reduced:
-            z = z / num_valid.clamp_min(1)
-    return balance, z
+    if not wanted.z:
+        return balance, logits.new_empty(0)
+    squares = logits.logsumexp(1).square()
+    if valid is not None:
+        squares = squares * valid
+    z = squares.sum(0, keepdim=not wanted.reduced)
+    return balance, z / num_valid.clamp_min(1) if wanted.reduced else z
 
 
 def balance_slope(
@@ -364,7 +359,7 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
 
 
 def _probs_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor | None:
-    """Return the gradient of the probabilities: (E,) or (1, E) for all tokens alike, (T, E) with
+    """Return the gradient of the probabilities: (E,) for all tokens alike, (T, E) with
     padding; None if nothing reads them."""
     d_probs = call.d_balance
     if d_probs is None:

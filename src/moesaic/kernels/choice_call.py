@@ -47,9 +47,9 @@ class ChoiceResult(NamedTuple):
     weight: Tensor
     """(N,): the routing weight of each copy, in the dtype of the logits."""
     balance: Tensor
-    """(1, E): the summed probabilities, or () if reduced; empty if not wanted."""
+    """(E,): the summed probabilities, or () if reduced; empty if not wanted."""
     z: Tensor
-    """(): the sum or the mean of the squares; empty if not wanted."""
+    """(1,): the sum of the squares, or (), their mean, if reduced; empty if not wanted."""
     expert: Tensor
     """(N,) int64: each copy's expert, a token's best first."""
     token: Tensor

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.comm.collectives import all_gather, as_text, check_same
+from moesaic.comm.collectives import all_gather_rows, as_text, check_same
 from moesaic.comm.transport import AbstractTransport, number_in_flight
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -79,7 +79,7 @@ class Gathered:
     num_extras: int
     """m: the number of values from `Peers.extras`."""
     sent: Tensor | None = None
-    """(P, E) int64: copies that each rank sends to each expert; None before copies are admitted."""
+    """(P, E) int64: copies that each rank sends to each expert under a capacity; None for all."""
     with_gradients: bool = True
     """Whether gradients were on; a reentrant checkpoint turns them on for the recomputation
     alone."""
@@ -92,65 +92,71 @@ class Gathered:
     def exchange(
         cls,
         peers: Peers,
-        counts_KE: Tensor,
-        num_valid: Tensor | None,
-        num_tokens: int,
+        counts: Tensor,
+        *,
+        num_experts: int,
+        num_valid: Tensor,
+        num_tokens: int | None,
         nonfinite: Tensor,
-        local: RouterStatistics | None,
-        extras: Tensor,
+        sums: Sequence[Tensor],
+        extras: Sequence[Tensor],
     ) -> Gathered:
         """Exchange counts and sums with the peers.
 
         Args:
             peers: the ranks of the exchange.
-            counts_KE: (K, E) int64, this rank's copies before capacity, by choice and expert.
-            num_valid: (), this rank's tokens that are not padding; None if no token is padding.
-            num_tokens: this rank's tokens, padding included.
+            counts: (K E,) int64, this rank's copies before capacity, by choice and expert.
+            num_experts: E.
+            num_valid: (), this rank's tokens that are not padding.
+            num_tokens: this rank's tokens, padding included; None if no token is padding.
             nonfinite: (), this rank's copies whose routing weight is NaN or infinite.
-            local: statistics of this rank's tokens; None if no loss reads them.
+            sums: those of this rank's tokens that the losses read, (n,) each.
             extras: the further values from `peers.extras`.
         """
-        # valid tokens and all tokens, the same number without padding
-        tokens = torch.full((2,), num_tokens, device=counts_KE.device)
-        sizes = [tokens] if num_valid is None else [num_valid.view(1), tokens[1:]]
-        sums = [] if local is None else local.parts()
-        digest = peers.digest_on(counts_KE.device)
+        tokens = num_valid
+        if num_tokens is not None:
+            tokens = torch.full((), num_tokens, device=counts.device)
         with torch.no_grad():
             parts = [
-                *sizes,
-                nonfinite.view(1),
-                peers.weights_hash(counts_KE.device),
-                counts_KE.reshape(-1),
+                torch.stack([num_valid, tokens, nonfinite]),
+                peers.weights_hash(counts.device),
+                counts,
                 *sums,
-                extras.to(digest),
-                digest,
+                *extras,
+                peers.digest_on(counts.device),
             ]
             message = torch.cat(parts)  # float64, as the digest is
         values = peers.gather(message)
         peers.compare_groups()
         return cls(
             values,
-            num_slots=counts_KE.shape[0],
-            num_experts=counts_KE.shape[1],
-            num_extras=len(extras),
+            num_slots=len(counts) // num_experts,
+            num_experts=num_experts,
+            num_extras=sum(map(len, extras)),
             with_gradients=torch.is_grad_enabled(),
             sets_loss_scale=peers.sets_loss_scale,
             micro_batch=number_in_flight(),
         )
 
-    def totals(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the sums of all ranks' tokens, one sequence each, in a dtype: probabilities, (E,),
-        and squares, (1,)."""
-        sums = self._sums.sum(0).to(dtype)
-        # counts, probabilities, tokens and squares: `RouterStatistics.parts` of one sequence
-        _, probs, _, squares = sums.split([self.num_experts, self.num_experts, 1, 1])
-        return probs, squares
+    def totals(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the sums over all ranks of this rank's `parts`, which were exchanged as sums."""
+        totals = self._total[self._sums].to(parts[0].dtype)
+        return [totals] if len(parts) == 1 else totals.split([len(part) for part in parts])
 
     @property
-    def _sums(self) -> Tensor:
-        """(P, n) float64: the joined `RouterStatistics.parts` of each rank."""
-        start = _SIZES + self.num_slots * self.num_experts
-        return self.values[:, start : -_DIGEST - self.num_extras]
+    def _counts(self) -> slice:
+        """Where a message has the counts."""
+        return slice(_SIZES, _SIZES + self.num_slots * self.num_experts)
+
+    @property
+    def _sums(self) -> slice:
+        """Where a message has the sums of the losses."""
+        return slice(self._counts.stop, -_DIGEST - self.num_extras)
+
+    @cached_property
+    def _total(self) -> Tensor:
+        """(n,) float64: the sum of all ranks' messages."""
+        return self.values.sum(0)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -163,23 +169,32 @@ class Gathered:
         return self.values[:, 1].long()
 
     @cached_property
-    def nonfinite(self) -> Tensor:
-        """(P,) int64: copies of each rank whose routing weight is NaN or infinite."""
-        return self.values[:, 2].long()
-
-    @cached_property
     def counts(self) -> Tensor:
         """(P, K, E) int64: copies before capacity, by rank, choice and expert."""
-        width = self.num_slots * self.num_experts
-        counts = self.values[:, _SIZES : _SIZES + width].long()
+        counts = self.values[:, self._counts].long()
         return counts.view(-1, self.num_slots, self.num_experts)
+
+    @property
+    def by_rank(self) -> Tensor:
+        """(P, E) int64: copies that each rank sends to each expert."""
+        return self.counts.sum(1) if self.sent is None else self.sent
+
+    @cached_property
+    def counted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Over all ranks: copies of each expert before capacity, (E,) int64, copies whose routing
+        weight is NaN or infinite, () int64, and tokens that are not padding, () int64."""
+        total = self._total.long()
+        copies = total[self._counts]
+        if self.num_slots > 1:
+            copies = copies.view(self.num_slots, self.num_experts).sum(0)
+        return copies, total[2], total[0]
 
     @cached_property
     def _all_on_host(self) -> np.ndarray:
         """(P, n + E) float64: `values` and `sent`, copied to the host together. The host waits for
         the device only here."""
-        parts = [self.values] if self.sent is None else [self.values, self.sent]
-        return torch.cat(parts, 1).cpu().numpy()
+        whole = self.values if self.sent is None else torch.cat([self.values, self.sent], 1)
+        return whole.cpu().numpy()
 
     @property
     def on_host(self) -> np.ndarray:
@@ -188,9 +203,11 @@ class Gathered:
 
     @cached_property
     def sent_on_host(self) -> np.ndarray:
-        """(P, E) int64: `sent`, on the host."""
-        assert self.sent is not None
-        return self._all_on_host[:, self.values.shape[1] :].astype(np.int64)
+        """(P, E) int64: `sent`, or all copies, on the host."""
+        if self.sent is not None:
+            return self._all_on_host[:, self.values.shape[1] :].astype(np.int64)
+        counts = self.on_host[:, self._counts].reshape(-1, self.num_slots, self.num_experts)
+        return counts.sum(1).astype(np.int64)
 
     @property
     def hashes_on_host(self) -> np.ndarray:
@@ -220,7 +237,7 @@ class Gathered:
         """
         own = torch.cat(local.parts())
         # the exchange has cut the gradient, which this rank's own part still has
-        rows = list(self._sums.to(own))
+        rows = list(self.values[:, self._sums].to(own))
         rows[peers.place] = own
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 
@@ -238,23 +255,22 @@ def places_before(counts_PKE: Tensor) -> Tensor:
     return earlier_choices + earlier_ranks
 
 
-def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
+def kept_copies(gathered: Gathered, rows: Tensor | None) -> Tensor:
     """Return the copies that each rank may send to each expert, (P, E) int64.
 
     Args:
-        counts_PKE: (P, K, E), copies before capacity.
+        gathered: copies before capacity.
         rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank;
             None for no limit.
     """
     if rows is None:  # all copies
-        has_one_slot = counts_PKE.shape[1] == 1
-        return counts_PKE.squeeze(1) if has_one_slot else counts_PKE.sum(1)
+        return gathered.by_rank
     is_by_rank = rows.dim() == 1
     if is_by_rank:
-        return torch.minimum(counts_PKE.sum(1), rows.unsqueeze(1))
+        return torch.minimum(gathered.by_rank, rows.unsqueeze(1))
     # in one queue, what is left for a rank's copies of a choice behind those before them
-    room = (rows - places_before(counts_PKE)).clamp_min(0)
-    return torch.minimum(room, counts_PKE).sum(1)
+    room = (rows - places_before(gathered.counts)).clamp_min(0)
+    return torch.minimum(room, gathered.counts).sum(1)
 
 
 class Peers:
@@ -302,7 +318,7 @@ class Peers:
         """The arguments by name with which the layer is called, see `call_with`."""
         self.digest = _as_numbers(digest)
         """(4,) float64: a digest of the plan and of this rank's arguments of a call."""
-        self._device_digest = (torch.empty(0), torch.empty(0))
+        self._device_digest = (self.digest[:0], torch.empty(0))
         """The `digest` that was copied last, and its copy on a device."""
         # only the messages of all ranks bring the counts of every rank
         self._find_node_tokens = find if self.number == transport.world else None
@@ -345,9 +361,7 @@ class Peers:
         # no other group's tokens: all peers route slices of the same ones
         is_alone = self.number <= self.slices
         hashed = None if is_alone else hash_of(self.weights.values())
-        if hashed is None:
-            return torch.zeros(1, dtype=torch.int64, device=device)
-        return hashed.view(1)
+        return torch.zeros(1, dtype=torch.int64, device=device) if hashed is None else hashed
 
     def extras(
         self,
@@ -357,7 +371,7 @@ class Peers:
         num_experts: int,
         *,
         may_drop: bool,
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """Return the further values that this rank sends with its counts: counts of node tokens,
         and what describes the batch of its tensor-parallel group.
 
@@ -371,18 +385,20 @@ class Peers:
             may_drop: whether the capacity may still drop some of these copies.
 
         Returns:
-            (m,) float64; m is the same in every call on every rank.
+            m values in all; m is the same in every call on every rank.
         """
-        padding = torch.zeros(
-            self._node_tokens_length, dtype=torch.float64, device=choice.expert.device
-        )
-        counts = padding
-        if self._find_node_tokens is not None and not may_drop:
-            counts = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, padding)
-        if not self._batch_length:
-            return counts
-        batch = counts.new_zeros(self._batch_length) if self.batch is None else self.batch
-        return torch.cat([counts, batch])
+        zeros = partial(torch.zeros, dtype=torch.float64, device=choice.expert.device)
+        extras = []
+        if self._node_tokens_length:
+            counts = zeros(self._node_tokens_length)
+            if self._find_node_tokens is not None and not may_drop:
+                counts = self._counts_of_node_tokens(
+                    choice, alive_N, num_tokens, num_experts, counts
+                )
+            extras.append(counts)
+        if self._batch_length:
+            extras.append(zeros(BATCH) if self.batch is None else self.batch)
+        return extras
 
     def check_batches(self, gathered: Gathered) -> None:
         """Check that the ranks of each tensor-parallel group, which route slices of one batch,
@@ -409,7 +425,7 @@ class Peers:
         assert self.batch is not None
         own = torch.cat([self.batch, self.digest_on(self.batch.device)])
         world = tuple(range(self._transport.world))
-        messages = torch.stack(all_gather(self._transport, world, own)).cpu()
+        messages = self._gathered(world, own).cpu()
         self.check(messages[:, BATCH:], world)
         self._check_batches(messages[:, :BATCH].numpy())
 
@@ -466,7 +482,7 @@ class Peers:
         """Return `digest` on a device. Each digest is copied once."""
         digest, copy = self._device_digest
         if digest is not self.digest:
-            copy = self.digest.to(device)
+            copy = torch.from_numpy(self.digest).to(device)
             self._device_digest = (self.digest, copy)
         return copy
 
@@ -522,13 +538,17 @@ class Peers:
         ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
-        messages = torch.stack(all_gather(self._transport, ranks, message))
+        messages = self._gathered(ranks, message)
         if knows_peers:
             return messages
         # the digest is the end of a message
         self.check(messages[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
         return messages[list(self.ranks)]
+
+    def _gathered(self, ranks: tuple[int, ...], message: Tensor) -> Tensor:
+        """Return the messages of ranks, one in a row, given this rank's, (n,)."""
+        return all_gather_rows(self._transport, ranks, message.unsqueeze(0), len(ranks))
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks
@@ -537,8 +557,8 @@ class Peers:
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
         head[0] = ANNOUNCES
         head[1] = len(message)
-        head[-len(self.digest) :] = self.digest.to(head)
-        heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
+        head[-len(self.digest) :] = self.digest_on(head.device)
+        heads = self._gathered(ranks, head).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
         announces = heads[:, 0] == ANNOUNCES
         has_same_length = heads[:, 1] == len(message)
@@ -645,31 +665,29 @@ def in_words(batch: np.ndarray) -> str:
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return a hash of tensors' bits, () int64 on their device, which a float64 holds exactly; None
-    without tensors.
+    """Return a hash of tensors' bits, (1,) int64 on their device, which a float64 holds exactly;
+    None without tensors.
 
     Every word of at most 32 bits is multiplied by odd squares, one of its row and one of its
-    column: opposite changes do not cancel.
+    column: opposite changes do not cancel. Gradients must be off.
     """
     total: Tensor | None = None
     for tensor in tensors:
-        num_rows = tensor.shape[0] if tensor.dim() > 1 else 1
-        matrix = tensor.detach().reshape(num_rows, -1).contiguous()
+        matrix = torch.atleast_2d(tensor).flatten(1).contiguous()
         words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
         height, width = words.shape
         # of 1, 3, 5 and so on: a factor for each row, then one for each column
         squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()
-        row_factors = squares[:height]
-        column_factors = squares[height:]
-        hashed = ((words * column_factors).sum(1) * row_factors).sum()
+        row_factors, column_factors = squares.split([height, width])
+        hashed = ((words * column_factors).sum(1) * row_factors).sum(0, keepdim=True)
         # like a digit in base `_ODD`, so that the order of the tensors counts
         total = hashed if total is None else total * _ODD + hashed
     return None if total is None else total.remainder(_PRIME)
 
 
-def _as_numbers(digest: bytes) -> Tensor:
+def _as_numbers(digest: bytes) -> np.ndarray:
     """Return each 4 bytes as a number, float64, which holds it exactly."""
-    return torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
+    return np.frombuffer(digest, dtype=np.uint32).astype(np.float64)
 
 
 def stable_order(values: Tensor) -> Tensor:

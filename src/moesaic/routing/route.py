@@ -50,8 +50,6 @@ class RoutingRecord(NamedTuple):
     """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     gathered: Gathered | None
     """The counts and sums that the ranks exchanged; None on one rank."""
-    by_rank: Tensor | None
-    """(P, E) int64: copies that each rank sends to each expert; None on one rank."""
 
 
 class Routed(NamedTuple):
@@ -301,18 +299,16 @@ class _Scored(NamedTuple):
     """This rank's numbers of copies and tokens."""
     sums: RouterStatistics | None
     """This rank's statistics, from which the losses are computed; None without losses, or if
-    `values` has them already."""
+    `values` has what they need."""
     logits: Tensor | None
     """(T, E), differentiable; None if the experts were chosen outside the router."""
-    values: list[Tensor] | None = None
-    """The losses, () each, differentiable; None without losses, or if `sums` has what they read."""
+    values: Sequence[Tensor] = ()
+    """The losses of one operation, () each, differentiable; over several ranks, this rank's part of
+    the sums in which they are linear, (n,) each."""
     earlier: Tensor | None = None
     """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     noise: Tensor | None = None
     """The random numbers from the router's `draw`; None if it uses none."""
-    is_fused: bool = False
-    """Whether one operation chose and weighed; `sums` then has what the losses of `_fused_sum`
-    read."""
 
 
 def _fused_sum(loss: AbstractLoss) -> str | None:
@@ -357,39 +353,23 @@ def choose_at_once(
     """
     logits = fused.logits(_padding_zeroed(x_TD, valid_T))
     fields = [_fused_sum(loss) for loss in losses]  # "balance" or "z"
-    # statistics that ranks exchange always have the probabilities, whichever losses there are
-    exchanges = bool(losses) and not reduced
-    wanted = WantedSums(balance="balance" in fields or exchanges, z="z" in fields, reduced=reduced)
+    wanted = WantedSums(balance="balance" in fields, z="z" in fields, reduced=reduced)
     expert = None if given is None else given.expert
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = given
     if choice is None:
         choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
 
-    values = None
-    if reduced:
-        # `_fused_sum` names a field for each of these losses
-        values = [getattr(chosen, str(field)) for field in fields]
-    sums = None
-    if exchanges:
-        sums = RouterStatistics(
-            counts_GE=chosen.counts.unsqueeze(0),
-            probs_GE=chosen.balance,
-            tokens_G=chosen.num_valid.unsqueeze(0),
-            importance_E=None,
-            logsumexp_squared=chosen.z if wanted.z else logits.new_zeros(()),
-            step_counts_E=chosen.counts,
-        )
     counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
     return _Scored(
         choice,
         weight_N=chosen.weight,
         alive_N=_alive(choice, valid_T),
         counted=counted,
-        sums=sums,
+        sums=None,
         logits=logits,
-        values=values,
-        is_fused=True,
+        # `_fused_sum` names a field for each of these losses
+        values=[getattr(chosen, str(field)) for field in fields],
     )
 
 
@@ -468,24 +448,20 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     gathered = None
     before_KE = None  # where this rank's copies of each choice start in the queues of all ranks
     rows = None  # the most that an expert takes; None for no limit
-    by_rank = None
     if rules.peers is None:
         rows = capacity.rows(requested, num_valid, top_k)
     else:
         gathered = _exchanged(rules, scored, rules.peers)
         place = rules.peers.place  # this rank among the peers
         own_requested = requested
-        # from here on of all ranks: sums over ranks, and of copies over choices too
-        requested = gathered.counts.sum((0, 1))
-        num_valid = gathered.valid.sum()
-        nonfinite = gathered.nonfinite.sum()
+        requested, nonfinite, num_valid = gathered.counted  # from here on of all ranks
         if capacity.spans_mesh:  # one limit for the copies of all ranks together
             rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[place]
         elif not capacity.never_drops:  # a limit of this rank's own
             rows = capacity.rows(own_requested, _limiting_tokens(gathered, capacity)[place], top_k)
-        by_rank = _by_rank(gathered, capacity, top_k)
-        gathered.sent = by_rank
+        if not capacity.never_drops:
+            gathered.sent = _by_rank(gathered, capacity, top_k)
 
     best_weight_T = None  # of each token; None to admit by position
     if capacity.admits_by_score and rows is not None:
@@ -508,7 +484,6 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
         sent=sent,
         earlier_counts=None,
         gathered=gathered,
-        by_rank=by_rank,
     )
 
 
@@ -525,24 +500,24 @@ def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
     return Gathered.exchange(
         peers,
         _counts_to_exchange(rules, scored),
-        num_valid=None if rules.valid_T is None else num_valid,
-        num_tokens=rules.num_tokens,
+        num_experts=rules.num_experts,
+        num_valid=num_valid,
+        num_tokens=None if rules.valid_T is None else rules.num_tokens,
         nonfinite=nonfinite,
-        local=scored.sums,
+        sums=scored.values if scored.sums is None else scored.sums.parts(),
         extras=extras,
     )
 
 
 def _counts_to_exchange(rules: _Rules, scored: _Scored) -> Tensor:
-    """Return this rank's copies per expert before capacity, (K, E) int64: of each of the top_k
+    """Return this rank's copies per expert before capacity, (K E,) int64: of each of the top_k
     choices if copies of all ranks queue, first choices first; else of all together, with K = 1."""
     num_experts = rules.num_experts
     if not rules.capacity.spans_mesh or rules.top_k == 1:
-        return scored.counted.requested.unsqueeze(0)
+        return scored.counted.requested
     # one number for each pair of choice (0 for first choices) and expert
     choice_and_expert = scored.choice.slot * num_experts + scored.choice.expert
-    counts = count(choice_and_expert, scored.alive_N, rules.top_k * num_experts)
-    return counts.view(rules.top_k, num_experts)
+    return count(choice_and_expert, scored.alive_N, rules.top_k * num_experts)
 
 
 def _limiting_tokens(gathered: Gathered, capacity: AbstractCapacity) -> Tensor:
@@ -552,20 +527,17 @@ def _limiting_tokens(gathered: Gathered, capacity: AbstractCapacity) -> Tensor:
 
 
 def _by_rank(gathered: Gathered, capacity: AbstractCapacity, top_k: int) -> Tensor:
-    """Return the copies that each rank sends to each expert, (P, E) int64."""
-    counts_PKE = gathered.counts
-    if capacity.never_drops:
-        return kept_copies(counts_PKE, rows=None)
+    """Return the copies that each rank sends to each expert under a capacity, (P, E) int64."""
     if capacity.spans_mesh:  # one limit for the copies of all ranks together
-        rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
-        return kept_copies(counts_PKE, rows)
+        requested, _, num_valid = gathered.counted
+        return kept_copies(gathered, capacity.rows(requested, num_valid, top_k))
 
     limits = []  # () each, one for every rank; empty if the capacity sets none
-    for counts_E, num_tokens in zip(counts_PKE.sum(1), _limiting_tokens(gathered, capacity)):
+    for counts_E, num_tokens in zip(gathered.by_rank, _limiting_tokens(gathered, capacity)):
         rows = capacity.rows(counts_E, num_tokens, top_k)
         if rows is not None:
             limits.append(rows)
-    return kept_copies(counts_PKE, rows=torch.stack(limits) if limits else None)
+    return kept_copies(gathered, rows=torch.stack(limits) if limits else None)
 
 
 def _routing(
@@ -598,10 +570,11 @@ def _routing(
         expert = expert[indices]
         weight = weight[indices]
 
-    if record.capacity is None and (sent is None or record.by_rank is not None):
+    gathered = record.gathered
+    if record.capacity is None and (sent is None or gathered is not None):
         counts = record.requested  # of all ranks: nothing is dropped
-    elif record.by_rank is not None:
-        counts = record.by_rank.sum(0)  # of all ranks: what each sends
+    elif gathered is not None:
+        counts = gathered.by_rank.sum(0)  # of all ranks: what each sends
     else:
         # on one rank, without the last count, of copies that are not sent
         counts = count(expert, alive_N=None, num_experts=num_experts + 1)[:num_experts]
@@ -669,38 +642,30 @@ def _sums(
 
 
 def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
-    """Return the dot product of `factors` and `total`, the sums over all ranks' tokens, (n,) each;
-    differentiable in `own`, this rank's part of the sums, n numbers of any shape."""
-    shape = own.shape
-
-    def forward(_: Tensor) -> Tensor:
-        return total.dot(factors)
-
-    def backward(grad: Tensor) -> Tensor:
-        return (grad * factors).view(shape)
-
-    return with_gradient(own, forward, backward)
+    """Return the dot product of `factors` and `total`, the sums over all ranks' tokens;
+    differentiable in `own`, this rank's part of the sums; (n,) each."""
+    return with_gradient(own, lambda _: total.dot(factors), lambda grad: grad * factors)
 
 
 def _values_over_ranks(
-    losses: Sequence[AbstractLoss], own: RouterStatistics, record: RoutingRecord, gathered: Gathered
+    losses: Sequence[AbstractLoss],
+    parts: Sequence[Tensor],
+    record: RoutingRecord,
+    gathered: Gathered,
 ) -> list[Tensor]:
     """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum
-    over the tokens."""
-    dtype = own.logsumexp_squared.dtype
-    probs, squares = gathered.totals(dtype)  # of all ranks, (E,) and (1,)
+    over the tokens, of which this rank has a part."""
     top_k = record.choice.per_token or 1  # a fused choice has equally many copies of each token
     values = list[Tensor]()
-    for loss in losses:
+    for loss, own, total in zip(losses, parts, gathered.totals(parts)):
         if _fused_sum(loss) == "balance":
             # num_tokens=None: the number of tokens is read from `num_valid`
-            slope = balance_slope(
-                record.requested, record.num_valid, top_k, num_tokens=None, dtype=dtype
+            factors = balance_slope(
+                record.requested, record.num_valid, top_k, num_tokens=None, dtype=own.dtype
             )
-            values.append(_linear(own.probs_GE, probs, slope))
         else:  # the mean of the squares
-            token_share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)
-            values.append(_linear(own.logsumexp_squared, squares, token_share))
+            factors = record.num_valid.clamp_min(1).to(own.dtype).reciprocal().view(1)
+        values.append(_linear(own, total, factors))
     return values
 
 
@@ -709,13 +674,13 @@ def _loss_values(
 ) -> list[Tensor]:
     """Return the value of each loss over the tokens of all ranks, differentiable."""
     sums = scored.sums
+    gathered = None if peers is None else record.gathered
     if sums is None:
-        assert scored.values is not None
-        return scored.values
-    if peers is not None and record.gathered is not None:
-        if scored.is_fused:
-            return _values_over_ranks(losses, sums, record, record.gathered)
-        sums = record.gathered.statistics(sums, peers, record.earlier_counts)
+        if gathered is None:
+            return list(scored.values)
+        return _values_over_ranks(losses, scored.values, record, gathered)
+    if peers is not None and gathered is not None:
+        sums = gathered.statistics(sums, peers, record.earlier_counts)
     return [loss.value(sums) for loss in losses]
 
 

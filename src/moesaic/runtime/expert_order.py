@@ -33,7 +33,7 @@ class ExpertOrder:
         """(num_experts + 1,) int64: the slot of each expert, and last the number that means "no
         expert"; None if every expert e is in slot e."""
         self._recorded: dict[int, Tensor] = {}
-        """Sums of `RoutingRecord.by_rank`, (rows, num_experts), by their number of rows: one per
+        """Sums of `Gathered.by_rank`, (rows, num_experts), by their number of rows: one per
         rank, or one per tensor-parallel group."""
 
     @property
@@ -96,13 +96,13 @@ class ExpertOrder:
     def note(self, record: RoutingRecord) -> None:
         """Add a call's copies to the recorded load, on the device, without a sync. Does nothing
         unless `watches` is set."""
-        if not self.watches or record.by_rank is None:
+        if not self.watches or record.gathered is None:
             return
-        num_rows = len(record.by_rank)
+        copies = record.gathered.by_rank
+        num_rows = len(copies)
         if num_rows in self._recorded:
-            self._recorded[num_rows] = self._recorded[num_rows] + record.by_rank
-        else:
-            self._recorded[num_rows] = record.by_rank.clone()
+            copies = self._recorded[num_rows] + copies
+        self._recorded[num_rows] = copies
 
     def take(self, grid: Grid) -> np.ndarray:
         """Return the copies that each rank had for each expert since the last `take`, (world,

@@ -130,8 +130,8 @@ class UncutCall:
     tensor-parallel group."""
     token: Tensor
     """(rows,) int64: each row's token, sorted by expert."""
-    expert: Tensor
-    """(rows,) int64: each row's expert, ascending."""
+    expert: Tensor | None
+    """(rows,) int64: each row's expert, ascending; may be None unless `find` reads it."""
     find: Callable[[Tensor, Tensor], NodeTokens] | None
     """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast;
     None under other plans."""
@@ -152,8 +152,8 @@ class CallInputs:
     token: Tensor
     """(rows,) int64: the token of each of this rank's copies, sorted by expert; -1 for a padding
     row."""
-    expert: Tensor
-    """(copies,) int64: the expert of each of this rank's copies, ascending."""
+    expert: Tensor | None
+    """(copies,) int64: the expert of each of this rank's copies, ascending; under multicast."""
     gates: Tensor
     """(rows,) routing weights; differentiable."""
     node_tokens: NodeTokens | None
@@ -566,11 +566,12 @@ class ExpertParallel:
             num_sent = int(routed.record.gathered.sent_on_host[self.peers.place].sum())
             by_expert = by_expert[:num_sent]
         token = routing.token.index_select(0, by_expert)
-        expert = routing.expert.index_select(0, by_expert)
         gates = routing.weight.index_select(0, by_expert)
         copies, tokens = counts_of(routed.record, self.compiled)
+        expert = None
         node_tokens = None
         if self.compiled.is_multicast:
+            expert = routing.expert.index_select(0, by_expert)
             node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
             if node_tokens is None:  # the exchange of counts did not include them
                 num_copies = int(copies[self.rank].sum())
@@ -783,7 +784,7 @@ class ExpertParallel:
         """
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
-        if not (digests == self.peers.digest.numpy()).all():
+        if not (digests == self.peers.digest).all():
             # raises if ranks differ; if they do not, all have changed since the forward pass
             self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(

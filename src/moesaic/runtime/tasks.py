@@ -78,8 +78,8 @@ class Indices:
         """By a table's identity: the table, and its numbers on the device; see `_as_numbers`."""
         self._rows: dict[int, Tensor] = {}
         """By the identity of runs, the result of `of`."""
-        self._inverse: dict[int, Tensor] = {}
-        """By the identity of runs, the result of `inverse`."""
+        self._inverse: dict[int, tuple[Runs, Tensor]] = {}
+        """By the identity of runs: the runs, and the result of `inverse`."""
 
     def upload(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
         """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does
@@ -114,22 +114,22 @@ class Indices:
     def inverse(self, runs: Runs, device: torch.device) -> Tensor:
         """Return the inverse of runs that form a permutation: the position of each row. The dtypes
         are those of `of`."""
-        if device.type == "cpu":
-            inverse = np.empty_like(runs.rows)
-            inverse[runs.rows] = np.arange(runs.total)
-            return torch.from_numpy(inverse)
-        if not runs.total:
-            return torch.empty(0, dtype=torch.int32, device=device)
         if id(runs) not in self._inverse:
-            rows = self.of(runs, device)
-            place = torch.arange(runs.total, dtype=torch.int32, device=device)
-            self._inverse[id(runs)] = torch.empty_like(place).scatter_(0, rows.long(), place)
-        return self._inverse[id(runs)]
+            if device.type == "cpu":
+                numbers = np.empty_like(runs.rows)
+                numbers[runs.rows] = np.arange(runs.total)
+                inverse = torch.from_numpy(numbers)
+            else:
+                rows = self.of(runs, device)
+                place = torch.arange(runs.total, dtype=torch.int32, device=device)
+                inverse = torch.empty_like(place).scatter_(0, rows.long(), place)
+            self._inverse[id(runs)] = (runs, inverse)
+        return self._inverse[id(runs)][1]
 
     def numbers(self, table: np.ndarray, device: torch.device) -> Tensor:
         """Return a table on the device, unexpanded, as int32."""
-        if device.type == "cpu":
-            return torch.from_numpy(table.astype(np.int32))
+        if device.type == "cpu" and id(table) not in self._tables:
+            self._tables[id(table)] = (table, torch.from_numpy(table.astype(np.int32)))
         self.upload([table], device)
         return self._tables[id(table)][1]
 
@@ -575,6 +575,10 @@ class Indexed:
     def _dispatch(self) -> Dispatch:
         """The rows of each token, as kernels take them."""
         order = stable_order(self.places)
-        tokens = torch.arange(self.num_tokens, dtype=self.places.dtype, device=order.device)
-        starts = torch.searchsorted(self.places.index_select(0, order), tokens)
+        if order.device.type == "cpu":
+            rows_of_token = np.bincount(self.places.numpy(), minlength=self.num_tokens)
+            starts = torch.from_numpy(rows_of_token.cumsum() - rows_of_token)
+        else:
+            tokens = torch.arange(self.num_tokens, dtype=self.places.dtype, device=order.device)
+            starts = torch.searchsorted(self.places.index_select(0, order), tokens)
         return Dispatch(token=self.places, by_token=order, starts=starts, per_token=None)

@@ -93,8 +93,8 @@ class BalancedCalls(AbstractCallPolicy):
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
         """Decisions of a policy that has a choice, until `take` returns them."""
         self._decided_by_call = WeakIdKeyDictionary()
-        """The decision of each call that may still be recomputed, by the `by_rank` of its routing's
-        record, a tensor that the recomputation shares."""
+        """The decision of each call that may still be recomputed, by the `gathered` of its record,
+        an object that the recomputation shares."""
 
     @property
     def digest(self) -> bytes:
@@ -126,7 +126,7 @@ class BalancedCalls(AbstractCallPolicy):
         compiled = self.compiled
         replicated = None
         if self._chooser is not None:
-            decision: CallDecision | None = self._decided_by_call.get(record.by_rank)
+            decision: CallDecision | None = self._decided_by_call.get(record.gathered)
             if decision is None:  # not a recomputation, which repeats that of its forward pass
                 decision = self._chooser.choose(self._load(call.copies, call.units))
                 self._note(record, decision)
@@ -142,7 +142,7 @@ class BalancedCalls(AbstractCallPolicy):
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
         """Keep the decision of a call for its recomputation and for `take`."""
         # for the recomputation with the class's `moved`, since the decision's own keeps loads alive
-        self._decided_by_call[record.by_rank] = replace(decision, moved=CallDecision.moved)
+        self._decided_by_call[record.gathered] = replace(decision, moved=CallDecision.moved)
         if self._move_arbiter is not None:
             self._move_arbiter.note_others(decision)
             self._decisions.append(decision)
@@ -179,7 +179,7 @@ class BalancedCalls(AbstractCallPolicy):
         if (
             self._chooser is None
             or self._move_arbiter is None
-            or record.by_rank in self._decided_by_call
+            or record.gathered in self._decided_by_call
         ):
             return
         decision = self._chooser.choose(self._load(copies, units))

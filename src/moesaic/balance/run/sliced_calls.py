@@ -68,6 +68,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         indices_of_rows, origin = cut.rows(number, call.origins)
         rows.append(torch.from_numpy(indices_of_rows).to(token.device))
         if call.find is not None:  # multicast: it finds the node tokens of rows
+            assert expert is not None
             is_own = origin == transport.rank
             own = torch.from_numpy(indices_of_rows[is_own]).to(token.device)
             node_tokens.append(call.find(token[own], expert[own]))
