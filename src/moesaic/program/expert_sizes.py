@@ -162,10 +162,12 @@ def _moments(call: KernelCall, limit: int, sizes: list[int]) -> list[Moment]:
         last = _copied_bytes(call, limit, call.units, call.dim)
         # the gathered rows, and the results before they are in their places
         return [(gathered, first), (gathered + placed, last)]
-    # the weighted gradients of the results, and the gathered rows; a gather that weighs gradients
-    # makes them anew for each block, and only those of the last one wait
+    # Rows of weighted gradients of the results: a gather that weighs makes them anew for each
+    # block, and only those of the last one wait for the sums, with the gathered rows.
     is_made_anew = call.gathers_dy and not call.weights_late
-    for_sums = (sizes[-1] if is_made_anew else most) + gathered
+    later = max(sizes[1:], default=0)
+    waiting, in_later = (sizes[-1], later) if is_made_anew else (most, most)
+    for_sums = waiting + gathered
     if call.phase == "waiting":
         return [(for_sums, 0)]
     down = _copied_bytes(call, limit, call.dim, call.units)
@@ -180,11 +182,14 @@ def _moments(call: KernelCall, limit: int, sizes: list[int]) -> list[Moment]:
         dot_bytes = 3 * 4 * call.units
         return [
             (call.gathers_dy * most, sizes[0] * dot_bytes),
-            (late, max(sizes[1:], default=0) * dot_bytes),
+            (late, later * dot_bytes),
             (late, max(down, up)),  # in later blocks at down's products too
         ]
     # the weighted gradients; then what sums read, and the rows' gradients before their places
-    return [(most, down), (for_sums + placed, up)]
+    moments = [(most, down), (for_sums + placed, up)]
+    if later:  # all buffers of earlier blocks are there
+        moments.append((in_later + gathered + placed, down))
+    return moments
 
 
 def _copied_bytes(call: KernelCall, limit: int, first: int, second: int) -> int:
