@@ -98,11 +98,6 @@ def block_sizes(rows: Sequence[int], limit: int) -> list[int]:
     return sizes
 
 
-def most_block_rows(rows: Sequence[int], limit: int) -> int:
-    """Return the rows of the largest of these blocks; 0 if there are none."""
-    return max(block_sizes(rows, limit), default=0)
-
-
 def missing_rows(num_rows: int) -> int:
     """Return how many rows pad a product of 16-bit rows to one of few sizes, so that sizes recur:
     a multiple of `STEP`, and of a sixteenth to a 32nd of the number itself. Up to `STEP` rows are
