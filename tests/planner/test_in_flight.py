@@ -12,7 +12,7 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
-from moesaic.planner.in_flight import in_flight
+from moesaic.planner.in_flight import layers_in_flight
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.plan_files import FoundFor, read_micro_batches, write_planned
 from moesaic.planner.search import FLIES, Result, Settings, search
@@ -80,14 +80,7 @@ def measured_cell(blocks: int, micro_batches: int, dense: float, in_turn: float)
 
     compiled = compile_plan(Plan(), TWO)
     flights = [
-        in_flight(
-            cluster,
-            program,
-            simulator.volumes(program, layer, TWO),
-            "fp32",
-            between=between,
-            layers=blocks,
-        ).seconds
+        layers_in_flight(simulator, program, layer, TWO, between=between, layers=blocks).seconds
         for program, between in ((compiled.forward, dense), (compiled.backward, 2 * dense))
     ]
     assert turns(1) == pytest.approx(in_turn, rel=0.01)

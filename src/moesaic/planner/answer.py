@@ -23,7 +23,7 @@ from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import WHOLE, JobSplit, SplitCostModel, holdings, split_choices
 from moesaic.planner.workload import largest_max_vio, skewed_counts
-from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 
 SPEED_RATIOS = (0.76, 0.95, 1.13)
@@ -200,12 +200,12 @@ def under_skew(
     simulator = Simulator(cluster)
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
-    compiled = _replica(planned, simulator)
+    compiled = on_replica(compile_plan(planned.plan, grid), cluster)
     # the ratio is that of micro-batches in turn
     split = replace(planned.split, in_flight=1)
     cost_model = SplitCostModel(job, grid, split, simulator)
     layer = cost_model.model.layer
-    if compiled is None or max_vio > largest_max_vio(grid.ep, layer):
+    if compiled.grid.world > SKEWED or max_vio > largest_max_vio(grid.ep, layer):
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     forward, backward = simulate_counts(simulator, compiled, layer, counts)
@@ -214,13 +214,6 @@ def under_skew(
     memory_of = SplitCostModel(job, grid, planned.split, simulator).memory
     memory = memory_under_counts(memory_of, simulator, compiled, layer, [counts])
     return SkewedStep(longer=skewed_seconds / even_seconds, memory=memory)
-
-
-def _replica(planned: PlannedStep, simulator: Simulator) -> Compiled | None:
-    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
-    than `SKEWED` ranks."""
-    one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
-    return None if one.grid.world > SKEWED else one
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:

@@ -175,11 +175,8 @@ class FinetunePrediction:
     def fastest(self) -> str:
         """Name of the fastest split among those that fit, or of all if none fits."""
 
-        def merit(name: str) -> tuple[bool, float]:
-            """Return whether a split fits, and then its speed."""
-            return self.splits[name].fits, self.splits[name].tokens_per_second
-
-        return max(self.splits, key=merit)
+        splits = self.splits
+        return max(splits, key=lambda name: (splits[name].fits, splits[name].tokens_per_second))
 
     @property
     def recommended(self) -> SplitPrediction | None:
@@ -446,7 +443,8 @@ def layer_splits(
     splits = {}
     for stages in range(2, ranks + 1):
         sharing = ranks // stages  # ranks of a stage
-        if ranks % stages or stages > job.model.num_layers or _is_uneven(job, sharing):
+        is_uneven = ranks % stages or job.model.moe.num_experts % sharing
+        if is_uneven or stages > job.model.num_layers:
             continue
         name = "layers, micro-batches" if sharing == 1 else f"{stages} stages of {sharing} ranks"
         # a rank's micro-batches, so that a step has as many sequences as with experts spread
@@ -461,11 +459,6 @@ def layer_splits(
         one_by_one = _of_stages(job, cluster, (ranks, 1), memory_bytes)
         splits["layers, one rank at a time"] = replace(one_by_one, stages=None)
     return splits
-
-
-def _is_uneven(job: FinetuneJob, sharing: int) -> bool:
-    """Whether `sharing` ranks cannot share the experts evenly."""
-    return job.model.moe.num_experts % sharing != 0
 
 
 def _of_stages(

@@ -319,7 +319,8 @@ def _flattened(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             nested = flat.pop(name)
             flat = {**nested, **flat}  # fields outside the nested table win
     try:
-        flat = _indexers_spelt_out(flat)
+        # as transformers reads published fields of sparse attention
+        flat = _with_keys_of_blocks(_with_indexer_types(flat))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{source}: {UNEXPECTED.format(error)}") from error
     if flat.get("layer_types"):
@@ -354,12 +355,6 @@ def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) 
             experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
         ),
     )
-
-
-def _indexers_spelt_out(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with sparse-attention schedules written out, one entry per layer,
-    and blocks of keys counted as keys, as transformers reads published fields."""
-    return _with_keys_of_blocks(_with_indexer_types(table))
 
 
 def _with_indexer_types(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.movement import AbstractVolumes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import Costs, costs_of, events_of
 from moesaic.planner.workload import Workload
@@ -58,29 +56,33 @@ class _Place(NamedTuple):
     """Its place in the program of a call; -1 for what lies before the call."""
 
 
-def in_flight(
-    cluster: ClusterSpec,
+def layers_in_flight(
+    simulator: Simulator,
     program: Program,
-    volumes: AbstractVolumes,
-    dtype: str,
+    layer: Workload,
+    grid: Grid,
     *,
     between: float,
     layers: int,
 ) -> InFlight:
-    """Simulate a program of MoE layers in two micro-batches that take turns.
+    """Simulate a program of equal MoE layers in two micro-batches that take turns.
 
     Args:
-        cluster, program, volumes, dtype: as of `timed`.
+        simulator: of the cluster.
+        program: a pass of a compiled plan.
+        layer: each of the layers.
+        grid: of the compiled plan.
         between: seconds for which a micro-batch computes before each layer.
         layers: number of layers.
     """
-    costs = costs_of(cluster, program, volumes, dtype)
+    volumes = simulator.volumes(program, layer, grid)
+    costs = costs_of(simulator.cluster, program, volumes, layer.products or layer.dtype)
 
     def run(num_layers: int) -> InFlight:
         """Simulate some layers, two micro-batches taking turns."""
         places = list(_taking_turns(program, num_layers))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
-        events = events_of(cluster, both, _costs_of(costs, places, between))
+        events = events_of(simulator.cluster, both, _costs_of(costs, places, between))
         # `starts` and `ends` are (tasks, ranks); tasks are in the order of `places`
         last_rank = int(events.ends.max(axis=0).argmax())
         turns = []
@@ -105,35 +107,6 @@ def in_flight(
     seconds_per_layer = (first_layers.seconds - run(1).seconds) / (FEW - 1)
     seconds = first_layers.seconds + (layers - FEW) * seconds_per_layer
     return replace(first_layers, seconds=seconds)
-
-
-def layers_in_flight(
-    simulator: Simulator,
-    program: Program,
-    layer: Workload,
-    grid: Grid,
-    *,
-    between: float,
-    layers: int,
-) -> InFlight:
-    """Simulate a program of equal MoE layers in two micro-batches that take turns.
-
-    Args:
-        simulator: of the cluster.
-        program: a pass of a compiled plan.
-        layer: each of the layers.
-        grid: of the compiled plan.
-        between: seconds for which a micro-batch computes before each layer.
-        layers: number of layers.
-    """
-    return in_flight(
-        simulator.cluster,
-        program,
-        simulator.volumes(program, layer, grid),
-        layer.products or layer.dtype,
-        between=between,
-        layers=layers,
-    )
 
 
 def _taking_turns(program: Program, layers: int) -> Iterator[_Place]:

@@ -387,13 +387,16 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
         # numbers of the rank's runs
         numbers = [rank, last_run - rank] if is_v else list(range(rank, pp * runs, pp))
         lengths = [len(blocks_of_runs[number]) for number in numbers]
+        recomputed_blocks = None  # all
+        if layout.recompute_method == "block":
+            recomputed_blocks = sum(min(length, layout.recompute_layers) for length in lengths)
         has_embedding = 0 in numbers
         has_output = last_run in numbers
         models.append(
             replace(
                 model,
                 num_layers=max(sum(lengths), 1),  # as `StepModel` requires
-                recomputed_blocks=_recomputed_blocks(layout, lengths),
+                recomputed_blocks=recomputed_blocks,
                 sparse_layers=int(sum(blocks_of_runs[number].sum() for number in numbers)),
                 vocab=whole.vocab if has_embedding or has_output else 0,
                 embeddings=whole.embeddings if has_embedding and has_output else 1,
@@ -404,21 +407,6 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
             )
         )
     return list(dict.fromkeys(models))
-
-
-def _recomputed_blocks(layout: OthersLayout, lengths: list[int]) -> int | None:
-    """Return how many blocks of a rank, whose runs have some lengths, are recomputed as a whole;
-    None for all."""
-    if layout.recompute_method == "uniform":
-        return None
-    return sum(min(length, layout.recompute_layers) for length in lengths)
-
-
-def _loss_bytes(layout: OthersLayout) -> int:
-    """Return the bytes that the loss moves for each logit."""
-    if "loss" in layout.stepwise:
-        return TORCH_LOSS_BYTES
-    return FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
 
 
 def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int) -> StepModel:
@@ -435,6 +423,7 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
     # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both, of which
     # that of the logits has two bytes
     has_torch_loss = "loss" in layout.stepwise
+    loss_bytes = FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
     has_float32_gradients = layout.float32_states and layout.float32_reduced
     return replace(
         whole,
@@ -453,7 +442,7 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         schedule=layout.schedule,
         hides_parameters=layout.hides_parameters,
         hides_gradients=layout.hides_gradients,
-        loss_bytes=_loss_bytes(layout),
+        loss_bytes=TORCH_LOSS_BYTES if has_torch_loss else loss_bytes,
         loss_kept=2 + 3 * 4 if has_torch_loss else 4,
         logits_kept=2 if has_torch_loss else 0,
         loss_chunks=layout.loss_chunks,

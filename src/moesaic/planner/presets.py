@@ -148,35 +148,25 @@ def _ours() -> dict[str, Job]:
     }
 
 
-def _papers() -> dict[str, Job]:
-    """Return the models of the papers."""
-    return {**_parm(), **_schemoe(), **_fastermoe(), **_netmoe()}
-
-
 def _parm() -> dict[str, Job]:
     """Return the jobs of the Parm paper by name."""
-    return {
-        # Parm: top_k is not given in the paper; the experts are as many as on its testbed B (2 on
-        # A), and the capacity factor is the smaller of its sweep's two.
-        "parm-bert-base": _job(
+    jobs = {}
+    # Parm: top_k is not given in the paper; the experts are as many as on its testbed B (2 on A),
+    # and the capacity factor is the smaller of its sweep's two.
+    for name, seq_len, vocab, block in (
+        ("parm-bert-base", 512, BERT_VOCAB, BERT),
+        ("parm-gpt2", 1024, GPT2_VOCAB, GPT2),
+    ):
+        jobs[name] = _job(
             dim=768,
             num_layers=12,
             num_heads=12,
-            seq_len=512,
-            vocab=BERT_VOCAB,
+            seq_len=seq_len,
+            vocab=vocab,
             moe=_plain(num_experts=8, top_k=2, hidden=3072, factor=1.2),
-            block=BERT,
-        ),
-        "parm-gpt2": _job(
-            dim=768,
-            num_layers=12,
-            num_heads=12,
-            seq_len=1024,
-            vocab=GPT2_VOCAB,
-            moe=_plain(num_experts=8, top_k=2, hidden=3072, factor=1.2),
-            block=GPT2,
-        ),
-    }
+            block=block,
+        )
+    return jobs
 
 
 def _schemoe() -> dict[str, Job]:
@@ -279,45 +269,6 @@ def _netmoe() -> dict[str, Job]:
     return jobs
 
 
-def _hub() -> dict[str, Job]:
-    """Return Hugging Face models that our block can build; others train in transformers with our
-    layer."""
-    olmoe = BlockConfig(qk_norm=True, tied=False)
-    mixtral = BlockConfig(kv_heads=8, tied=False, rope_theta=1e6)
-    qwen = BlockConfig(kv_heads=4, head_dim=128, qk_norm=True, tied=False, rope_theta=1e6)
-    return {
-        "mixtral-8x7b": _job(
-            dim=4096,
-            num_layers=32,
-            num_heads=32,
-            seq_len=4096,
-            vocab=32_000,
-            moe=_gated(num_experts=8, top_k=2, hidden=14_336),
-            block=mixtral,
-        ),
-        "olmoe-1b-7b": _job(
-            dim=2048,
-            num_layers=16,
-            num_heads=16,
-            seq_len=4096,
-            vocab=50_304,
-            moe=_gated(num_experts=64, top_k=8, hidden=1024),
-            block=olmoe,
-        ),
-        "qwen3-30b-a3b": _job(
-            dim=2048,
-            num_layers=48,
-            num_heads=32,
-            seq_len=4096,
-            vocab=151_936,
-            moe=_gated(num_experts=128, top_k=8, hidden=768),
-            block=qwen,
-        ),
-    }
-
-
-PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
-"""The sparse models of `moesaic train --preset`, by name."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
         "model_type": "mixtral",
@@ -406,6 +357,40 @@ with our layer, since our block lacks latent attention (DeepSeek-V3) and attenti
 (gpt-oss)."""
 
 
+def _hub() -> dict[str, Job]:
+    """Return Hugging Face models that our block can build; others train in transformers with our
+    layer."""
+    blocks = {
+        "mixtral-8x7b": BlockConfig(kv_heads=8, tied=False, rope_theta=1e6),
+        "olmoe-1b-7b": BlockConfig(qk_norm=True, tied=False),
+        "qwen3-30b-a3b": BlockConfig(
+            kv_heads=4, head_dim=128, qk_norm=True, tied=False, rope_theta=1e6
+        ),
+    }
+    jobs = {}
+    for name, block in blocks.items():
+        shape = read_shape(CONFIGS[name], name, seq_len=4096)
+        jobs[name] = _job(
+            dim=shape.dim,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            seq_len=shape.seq_len,
+            vocab=shape.vocab,
+            moe=shape.moe,
+            block=block,
+        )
+    return jobs
+
+
+PRESETS: dict[str, Job] = {
+    **_ours(),
+    **_parm(),
+    **_schemoe(),
+    **_fastermoe(),
+    **_netmoe(),
+    **_hub(),
+}
+"""The sparse models of `moesaic train --preset`, by name."""
 TOKENS = 1 << 22
 """Approximate number of tokens per optimizer step of a Hugging Face model."""
 

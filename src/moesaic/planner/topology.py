@@ -115,16 +115,6 @@ class Route:
     slowest: np.ndarray
     """(entries,) seconds of an entry's slowest link."""
 
-    @classmethod
-    def of(cls, num_links: int, num_entries: int) -> Route:
-        """Return the route of no messages."""
-        return cls(
-            seconds=np.zeros(num_links),
-            messages=np.zeros(num_links),
-            latency=np.zeros(num_entries),
-            slowest=np.zeros(num_entries),
-        )
-
     def add(
         self,
         entries: np.ndarray,
@@ -200,24 +190,24 @@ class Topology:
         self._levels: list[tuple[Link, int]] = []
         """Each level, and the number of its first link."""
         self._number_tree()
-        self._peers = len(self.names)
+        self._peers = self.num_links
         """Number of the first direct link between two devices."""
         self._number_peers()
-        self._ports = len(self.names)
+        self._ports = self.num_links
         """Number of the first port, if ranks have ports."""
         if spec.host.messages == "in_turn":
             self._number_ports()
         self.seconds_per_byte = np.array(self._seconds_per_byte)
         self._all_reduces: dict[tuple[float, int, int], Load] = {}
         """Results of `all_reduce_load`, by its arguments."""
-        self.arrives = np.isin(np.arange(len(self.names)), self._inbound)
+        self.arrives = np.isin(np.arange(self.num_links), self._inbound)
         """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
     def _number_tree(self) -> None:
         """Number the links of the tree: of each unit the link out and then the link in, or the one
         shared medium."""
         for link in self.spec.links:
-            self._levels.append((link, len(self.names)))
+            self._levels.append((link, self.num_links))
             num_units = self._num_units(link)
             for unit in range(num_units):
                 suffix = f" {unit}" if num_units > 1 else ""
@@ -225,7 +215,7 @@ class Topology:
                 if not link.shared:
                     names = [f"{link.name} out{suffix}", f"{link.name} in{suffix}"]
                     # the second of these two names
-                    self._inbound.append(len(self.names) + 1)
+                    self._inbound.append(self.num_links + 1)
                 self.names += names
                 self._seconds_per_byte += [1 / self._rate(link, unit)] * len(names)
 
@@ -266,7 +256,7 @@ class Topology:
                 np.zeros(0, dtype=np.int64), seconds=np.zeros(0), messages=np.zeros(0), latency=0.0
             )
         route = self._route(source, target, num_bytes, messages)
-        has_ports = self._ports < len(self.names)
+        has_ports = self._ports < self.num_links
         if has_ports:
             self._add_ports(route, source, target, messages)
         links = np.flatnonzero(route.seconds)
@@ -353,11 +343,14 @@ class Topology:
     ) -> Route:
         """Return what messages do to all links: those between two devices with a direct link take
         it, the others the tree; arguments as of `loads`."""
-        source_devices = self.devices_of(source)
-        target_devices = self.devices_of(target)
-        devices = (source_devices, target_devices)
+        devices = (self.devices_of(source), self.devices_of(target))
         moved = Moved(devices, num_bytes, messages, self.spec.devices_per_node)
-        route = Route.of(len(self.names), len(source))
+        route = Route(
+            seconds=np.zeros(self.num_links),
+            messages=np.zeros(self.num_links),
+            latency=np.zeros(len(source)),
+            slowest=np.zeros(len(source)),
+        )
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
             first, second = peer.devices
@@ -366,7 +359,7 @@ class Topology:
                 self._add_peer(route, moved, on_peer, peer, 2 * number + direction)
                 on_tree &= ~on_peer
         for link, first_number in self._levels:
-            used = on_tree & self._messages_on(link, source_devices, target_devices, moved.inside)
+            used = on_tree & _messages_on(link, moved)
             if used.any():
                 self._add_level(route, moved, used, link, first_number)
         return route
@@ -437,29 +430,6 @@ class Topology:
         place = ranks % self.ranks_per_node
         return node * self.spec.devices_per_node + place
 
-    def _messages_on(
-        self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
-    ) -> np.ndarray:
-        """Return which messages use a level, (n,) bool.
-
-        These are the messages between different runs of `link.devices` devices, or on a shared
-        medium those within a run; if the link carries only messages inside nodes, or only those
-        between nodes, only such.
-
-        Args:
-            link: the level.
-            source_devices: (n,) the devices that send.
-            target_devices: (n,) the devices that receive.
-            inside: (n,) whether messages stay inside a node.
-        """
-        differ = source_devices // link.devices != target_devices // link.devices
-        used = ~differ if link.shared else differ
-        if link.carries == "inside":
-            used = used & inside
-        if link.carries == "outside":
-            used = used & ~inside
-        return used
-
     def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
         """Return the unit of a level that each device is behind, (n,)."""
         if self._folded:
@@ -488,6 +458,20 @@ class Topology:
             return link.rate(unit) * share
         # the links in the same place of all blocks
         return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
+
+
+def _messages_on(link: Link, moved: Moved) -> np.ndarray:
+    """Return which messages use a level, (n,) bool.
+
+    These are the messages between different runs of `link.devices` devices, or on a shared medium
+    those within a run; if the link carries only messages inside nodes, or only those between nodes,
+    only such.
+    """
+    source, target = moved.devices
+    used: np.ndarray = (source // link.devices != target // link.devices) != link.shared
+    if link.carries != "all":
+        used = used & (moved.inside == (link.carries == "inside"))
+    return used
 
 
 def _slowed_by_connections(

@@ -389,7 +389,8 @@ def token_choice(experts_TK: Tensor) -> Choice:
     num_tokens, top_k = experts_TK.shape
     token = torch.arange(num_tokens, device=experts_TK.device).repeat_interleave(top_k)
     slot = torch.arange(top_k, device=experts_TK.device).repeat(num_tokens)
-    return Choice(token, experts_TK.reshape(-1), slot, per_token=top_k)
+    # a copy: a view of one column would keep the order of all experts
+    return Choice(token, experts_TK.contiguous().view(-1), slot, per_token=top_k)
 
 
 def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:

@@ -74,7 +74,7 @@ class Hash(AbstractRouter):
         rank_by.scatter_(1, order_TE, ranks_E.expand_as(rank_by))
         gates = torch.ones_like(order_TE, dtype=x_TD.dtype)
         return Scores(
-            logits=torch.zeros_like(gates),
+            logits=gates.new_zeros(()).expand_as(gates),
             probs=gates / self.num_experts,
             gates=gates,
             rank_by=rank_by,
