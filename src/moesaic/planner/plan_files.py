@@ -31,6 +31,9 @@ FINER = "micro_batches_cut_in"
 IN_FLIGHT = "micro_batches_in_flight"
 """Field that says how many micro-batches are in flight."""
 
+RECOMPUTES = "recomputes_blocks"
+"""Field that says whether blocks are recomputed in backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFor:
@@ -103,6 +106,11 @@ def read_micro_batches(path: Path) -> tuple[int, int]:
     return finer, _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
 
 
+def read_recomputes(path: Path) -> bool:
+    """Return whether the plan in a file, which `read_planned` takes, recomputes blocks."""
+    return bool(read_table(path).get(RECOMPUTES, False))
+
+
 def _whole_number(value: Any, name: str, path: Path) -> int:
     """Return a value of a plan file, or refuse it unless it is a whole number of at least 1."""
     if type(value) is not int or value < 1:
@@ -142,13 +150,16 @@ def read_found(path: Path) -> FoundFor | None:
     return found
 
 
-def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
+def write_planned(
+    planned: PlannedStep, path: Path, found: FoundFor, *, recomputes: bool = False
+) -> None:
     """Write the mesh and the plan of a search result to a file.
 
     Args:
         planned: the search result.
         path: the file, with the suffix .toml or .json.
         found: what it was found for.
+        recomputes: whether it recomputes blocks.
 
     Raises:
         InputError: if the file has another suffix or cannot be written.
@@ -157,6 +168,8 @@ def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
     for name, number in ((FINER, planned.split.finer), (IN_FLIGHT, planned.split.in_flight)):
         if number > 1:  # 1 is what readers take where the file does not say
             table[name] = number
+    if recomputes:
+        table[RECOMPUTES] = True
     table["mesh"] = mesh_table(planned)
     table["plan"] = _fields_of(planned.plan)
     table["found"] = _found_table(planned, found)

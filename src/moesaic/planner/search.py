@@ -134,13 +134,24 @@ class Result:
     lacks_memory: bool = False
     """Whether a step that does not fit the memory, simulated or bounded, may be faster."""
     kept_seconds: float | None = None
-    """Seconds of the best step that recomputes nothing, if one that recomputes blocks is faster;
-    None if none was searched, or none fits."""
+    """Seconds of the best step that recomputes nothing, infinite if none fits, where the search
+    chose to recompute blocks; None where it did not."""
 
     @property
     def best(self) -> PlannedStep:
         """The plan to use."""
         return self.ranking[0]
+
+    @property
+    def why_recomputed(self) -> Iterator[str]:
+        """Why the search chose to recompute blocks, as a clause; nothing where it did not."""
+        if self.kept_seconds == math.inf:
+            yield "activations are recomputed: otherwise no layout fits the memory"
+        elif self.kept_seconds is not None:
+            yield (
+                "activations are recomputed: the best step that fits the memory without takes "
+                f"{self.kept_seconds / self.best.seconds:.2f} times as long"
+            )
 
 
 class TooLargeError(InputError):
@@ -260,6 +271,35 @@ def search(
     if too_large:
         raise min(too_large, key=lambda error: error.num_bytes)
     raise refused[0]
+
+
+def search_recomputing(job: Job, find: Callable[[Job, float], Result]) -> tuple[Job, Result]:
+    """Search, and once more with recomputed blocks if nothing fits without, or if what does not fit
+    may be faster; returns the job with the faster step, and its result.
+
+    Args:
+        job: the training job; one that recomputes blocks already goes on doing so.
+        find: searches for a job with a time to beat, as `search` does.
+
+    Raises:
+        InputError: as `search` does.
+    """
+    recomputes = job.model.checkpoint_activations
+    try:
+        kept = find(job, math.inf)
+    except TooLargeError:
+        if recomputes:
+            raise
+        return job.recomputing, replace(find(job.recomputing, math.inf), kept_seconds=math.inf)
+    if recomputes or not kept.lacks_memory:
+        return job, kept
+    try:
+        recomputed = find(job.recomputing, kept.best.seconds)
+    except InputError:
+        return job, kept
+    if recomputed.best.seconds >= kept.best.seconds:
+        return job, kept
+    return job.recomputing, replace(recomputed, kept_seconds=kept.best.seconds)
 
 
 def _searches_of(
