@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -277,21 +278,15 @@ class SearchOptions(JobOptions):
         Raises:
             TooLargeError: if no layout fits the memory.
         """
-        counts = self.counts()
         with _progress_bar(Console(stderr=True)) as progress:
-
-            def find(job: Job, to_beat: float) -> Result:
-                """Return the result of the search for a job."""
-                return search(
-                    job,
-                    simulator.cluster,
-                    self.settings(),
-                    counts=counts,
-                    simulator=simulator,
-                    progress=progress,
-                    to_beat=to_beat,
-                )
-
+            find = partial(
+                search,
+                cluster=simulator.cluster,
+                settings=self.settings(),
+                counts=self.counts(),
+                simulator=simulator,
+                progress=progress,
+            )
             return search_recomputing(job, find)
 
 

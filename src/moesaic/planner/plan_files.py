@@ -94,21 +94,18 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     return mesh, plan
 
 
-def read_micro_batches(path: Path) -> tuple[int, int]:
+def read_step(path: Path) -> tuple[int, int, bool]:
     """Return into how many the micro-batches of a run are cut by the plan in a file, which
-    `read_planned` takes, and how many are in flight; 1 where it does not say.
+    `read_planned` takes, how many are in flight, 1 where it does not say, and whether blocks are
+    recomputed.
 
     Raises:
         InputError: if a number is none.
     """
     table = read_table(path)
     finer = _whole_number(table.get(FINER, 1), FINER, path)
-    return finer, _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
-
-
-def read_recomputes(path: Path) -> bool:
-    """Return whether the plan in a file, which `read_planned` takes, recomputes blocks."""
-    return bool(read_table(path).get(RECOMPUTES, False))
+    in_flight = _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
+    return finer, in_flight, table.get(RECOMPUTES) is True
 
 
 def _whole_number(value: Any, name: str, path: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -234,11 +235,7 @@ def find_layouts(
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )
     job = job_of(config, source="planner")
-
-    def find(job: Job, to_beat: float) -> Result:
-        """Return the result of the search for a job."""
-        return search(job, simulator.cluster, settings, simulator=simulator, to_beat=to_beat)
-
+    find = partial(search, cluster=simulator.cluster, settings=settings, simulator=simulator)
     job, result = search_recomputing(job, find)
     best: dict[str, PlannedStep] = {}
     for planned in result.ranking:  # best first, so the first of a layout is its best

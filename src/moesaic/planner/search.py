@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -273,33 +274,31 @@ def search(
     raise refused[0]
 
 
-def search_recomputing(job: Job, find: Callable[[Job, float], Result]) -> tuple[Job, Result]:
+def search_recomputing(job: Job, find: Callable[..., Result]) -> tuple[Job, Result]:
     """Search, and once more with recomputed blocks if nothing fits without, or if what does not fit
     may be faster; returns the job with the faster step, and its result.
 
     Args:
         job: the training job; one that recomputes blocks already goes on doing so.
-        find: searches for a job with a time to beat, as `search` does.
+        find: searches for a job, and takes `to_beat`, as `search` does.
 
     Raises:
         InputError: as `search` does.
     """
-    recomputes = job.model.checkpoint_activations
+    if job.model.checkpoint_activations:
+        return job, find(job)
+    recomputing = job.recomputing
     try:
-        kept = find(job, math.inf)
+        kept = find(job)
     except TooLargeError:
-        if recomputes:
-            raise
-        return job.recomputing, replace(find(job.recomputing, math.inf), kept_seconds=math.inf)
-    if recomputes or not kept.lacks_memory:
-        return job, kept
-    try:
-        recomputed = find(job.recomputing, kept.best.seconds)
-    except InputError:
-        return job, kept
-    if recomputed.best.seconds >= kept.best.seconds:
-        return job, kept
-    return job.recomputing, replace(recomputed, kept_seconds=kept.best.seconds)
+        return recomputing, replace(find(recomputing), kept_seconds=math.inf)
+    seconds = kept.best.seconds
+    if kept.lacks_memory:
+        with suppress(InputError):
+            recomputed = find(recomputing, to_beat=seconds)
+            if recomputed.best.seconds < seconds:
+                return recomputing, replace(recomputed, kept_seconds=seconds)
+    return job, kept
 
 
 def _searches_of(

@@ -26,20 +26,12 @@ from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.files import read_text
 from moesaic.layer import MoE
-from moesaic.models.config import ModelConfig
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
 from moesaic.planner.fewer_machines import fewer_machines
 from moesaic.planner.job import Job
-from moesaic.planner.plan_files import (
-    MESH,
-    SPLIT,
-    mesh_table,
-    read_micro_batches,
-    read_planned,
-    read_recomputes,
-)
+from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_planned, read_step
 from moesaic.planner.plan_table import TableSettings
 from moesaic.planner.predicted_plans import Predictor, find_layouts
 from moesaic.planner.search import Result
@@ -159,11 +151,10 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
     )
-    others = [
-        f"{other.layout}: {other.seconds / layout.seconds:.2f} times as long"
-        for other in result.ranking[1:3]
-    ]
-    say("; ".join([line, *result.why_recomputed, *others]))
+    line = "; ".join([line, *result.why_recomputed])
+    for other in result.ranking[1:3]:
+        line += f"; {other.layout}: {other.seconds / layout.seconds:.2f} times as long"
+    say(line)
     if settings.cluster:  # an assumed one does not say how fast the ranks compute
         fewer = fewer_machines(
             machines=world // per_node,
@@ -184,7 +175,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     return replace(
         found,
         micro_batches_in_flight=max(config.micro_batches_in_flight, layout.split.in_flight),
-        model=_with_recomputation(config, job.model.checkpoint_activations),
+        model=replace(config.model, checkpoint_activations=job.model.checkpoint_activations),
         mesh=_with_mesh(config.mesh, mesh_table(layout)),
         planner=replace(settings, plan=planner_plan),
     ).with_layer_plan(plan)
@@ -212,12 +203,6 @@ def _with_mesh(configured: MeshConfig, table: dict[str, Any]) -> MeshConfig:
         if getattr(configured, name) != "auto":
             values.pop(name, None)
     return replace(configured, **values)
-
-
-def _with_recomputation(config: TrainConfig, is_planned: bool) -> ModelConfig:
-    """Return the model of a configuration, whose blocks are recomputed if that is planned too."""
-    recomputes = config.model.checkpoint_activations or is_planned
-    return replace(config.model, checkpoint_activations=recomputes)
 
 
 def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
@@ -251,11 +236,12 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
         raise InputError(
             f"plan or balance and planner.plan={path} contradict each other: leave one out"
         )
-    finer, in_flight = read_micro_batches(path)
+    finer, in_flight, recomputes = read_step(path)
+    recomputes |= config.model.checkpoint_activations
     return replace(
         _cut_finer(config, finer),
         micro_batches_in_flight=max(config.micro_batches_in_flight, in_flight),
-        model=_with_recomputation(config, read_recomputes(path)),
+        model=replace(config.model, checkpoint_activations=recomputes),
         mesh=mesh,
         planner=replace(config.planner, plan=""),
     ).with_layer_plan(plan)
