@@ -14,7 +14,7 @@ from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.planner.in_flight import layers_in_flight
 from moesaic.planner.job import DataShape, Job
-from moesaic.planner.plan_files import FoundFor, read_micro_batches, write_planned
+from moesaic.planner.plan_files import FoundFor, read_step, write_planned
 from moesaic.planner.search import FLIES, Result, Settings, search
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import JobSplit, SplitCostModel
@@ -159,10 +159,10 @@ def test_the_trainer_reads_how_many_are_in_flight(tmp_path: Path) -> None:
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32)
     place = FoundFor(model="m", cluster="c", nodes=2, devices_per_node=1, layer=layer)
     write_planned(best, path, place)
-    assert read_micro_batches(path) == (1, 2)
+    assert read_step(path) == (1, 2, False)
     path.write_text(path.read_text().replace("in_flight = 2", "in_flight = 0"))
     with pytest.raises(InputError, match="micro_batches_in_flight=0: must be a whole number"):
-        read_micro_batches(path)
+        read_step(path)
 
 
 def test_the_picture_has_who_computes_and_whose_messages_travel() -> None:

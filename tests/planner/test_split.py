@@ -15,7 +15,7 @@ from moesaic.planner.candidates import Pins, SearchSpace, layouts
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.loads import memory_under_counts, memory_under_skew
-from moesaic.planner.plan_files import FoundFor, read_micro_batches, read_planned, write_planned
+from moesaic.planner.plan_files import FoundFor, read_planned, read_step, write_planned
 from moesaic.planner.search import Result, Settings, search
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import JobSplit, SplitCostModel, holdings, near_splits, split_choices
@@ -221,7 +221,7 @@ def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> Non
     assert mesh["pp"] == 2
     assert mesh["parts_per_stage"] == 2
     assert (mesh["shard"], mesh["hold"]) == ("node", "gradients")
-    assert read_micro_batches(path) == (4, 1)
+    assert read_step(path) == (4, 1, False)
 
 
 def test_a_hop_between_nodes_takes_longer_than_one_inside() -> None:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.planner.plan_table import PlanTable, TableSettings
 from moesaic.program.plan import Plan
@@ -17,7 +19,7 @@ from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
 from moesaic.train.config import TrainConfig
-from runs import lines, tiny
+from runs import lines, tiny, write_config
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
@@ -35,13 +37,13 @@ TWO = "two.toml"
 TABLE = TableSettings(rows_per_bucket=16.0, hysteresis=0.0, optimism=0.9)
 
 
-def cluster(folder: Path) -> str:
+def cluster(folder: Path, *, name: str = TWO, memory_gib: float = 4, gbps: float = 0.2) -> str:
     """Write the description of the cluster into a folder. Return its path."""
-    path = folder / TWO
+    path = folder / name
     path.write_text(
-        "nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = 4\nmemory_gigabytes_per_second = "
-        "5\n"
-        'tflops = { fp64 = 0.03, fp32 = 0.05 }\n[[links]]\nname = "eth"\ndevices = 1\ngbps = 0.2\n'
+        f"nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = {memory_gib}\n"
+        "memory_gigabytes_per_second = 5\ntflops = { fp64 = 0.03, fp32 = 0.05 }\n"
+        f'[[links]]\nname = "eth"\ndevices = 1\ngbps = {gbps}\n'
         "[host]\nruns_compute = true\ntask_us = 30\nmessage_us = 60\n"
     )
     return str(path)
@@ -74,10 +76,13 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
         return tiny(folder, **common | changes)
 
     parts = run("parts", existing="resume")
+    tight = cluster(folder, name="tight.toml", memory_gib=1 + 0.6 / 1024)
+    searched = {"plan": "search", "cluster": tight}
     return {
         "plain": run("plain", planner={}),
         "switched": run("switched"),
         "timed": run("timed", cluster=""),
+        "tight": run("tight", steps=2, planner=searched, mesh={"ranks_per_node": 1}, plan={}),
         "part 1": replace(parts, steps=8),
         "part 2": parts,
         "other": parts,
@@ -138,6 +143,47 @@ def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
     assert made[0][1] == "start"
     assert "trial" in {why for _, why, _, _ in made}
     assert_same_run(folder / "plain", folder / "switched")
+
+
+def test_a_search_recomputes_blocks_where_nothing_fits_without(world) -> None:
+    folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes["tight"]] == ["", ""]
+    assert "; activations are recomputed: otherwise no" in outcomes["tight"][0].said
+    kept = json.loads((folder / "tight" / "config.json").read_text())
+    assert kept["model"]["checkpoint_activations"]
+    assert kept["mesh"]["pp"] == 2
+    assert [line["step"] for line in lines(folder / "tight", "train")] == [1, 2]
+
+
+WIDE = {"num_layers": 4, "seq_len": 256, "moe": {"num_experts": 4, "top_k": 2, "hidden": 64}}
+"""A model of which activations are most of the memory."""
+
+
+@pytest.mark.parametrize(("spare_mib", "recomputes"), [(5.5, True), (200, False)])
+def test_a_search_recomputes_blocks_where_that_lets_a_faster_layout_fit(
+    spare_mib: float, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: 1)
+    place = cluster(tmp_path, memory_gib=1 + spare_mib / 1024, gbps=1)
+    config = tiny(tmp_path, batch_size=4, model=WIDE, mesh={"ranks_per_node": 1})
+    searching = replace(config.planner, plan="search", cluster=place)
+    said: list[str] = []
+    found = with_planned(replace(config, planner=searching), said.append)
+    assert found.model.checkpoint_activations == recomputes
+    assert found.mesh.pp == found.mesh.ep == found.mesh.etp == 1
+    words = "; activations are recomputed: the best step that fits the memory without takes 1.59 "
+    assert (words in said[0]) == recomputes
+
+    # the same choice in a file
+    model = tmp_path / "run.json"
+    write_config(config, model)
+    path = tmp_path / "plan.toml"
+    words = f"plan --model {model} --cluster {place} --write {path}"
+    assert main(words.split()) == 0
+    planned = with_planned(replace(config, planner=replace(config.planner, plan=str(path))))
+    assert (planned.model, planned.mesh) == (found.model, found.mesh)
 
 
 @pytest.mark.random

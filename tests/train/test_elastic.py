@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError
+from moesaic.planner.job import Job
 from moesaic.planner.split import JobSplit
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -104,9 +105,8 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
         seconds=0.5,
         estimate=SimpleNamespace(bottleneck="compute"),
     )
-    monkeypatch.setattr(
-        auto_plan, "find_layouts", lambda table, world, *_, **__: (layout,) * (world == 2)
-    )
+    result = SimpleNamespace(best=layout, ranking=[layout], why_recomputed=())
+    monkeypatch.setattr(auto_plan, "find_layouts", lambda *_, **__: (Job(), result))
     left(monkeypatch, 2)
     found = with_planned(config)
     assert (found.mesh.ep, found.layer_plan, found.planner.plan) == (2, Plan(chunks=2), "auto")

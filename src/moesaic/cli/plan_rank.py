@@ -99,7 +99,8 @@ def ranked(options: PlanOptions, job: Job, simulator: Simulator, flags: str | No
         return _print_without_layout(error, simulator.cluster, options, flags)
     if options.write is not None:
         found_for = _found_for(job, result.best, simulator, options)
-        write_planned(result.best, Path(options.write), found_for)
+        recomputes = job.model.checkpoint_activations
+        write_planned(result.best, Path(options.write), found_for, recomputes=recomputes)
     return _print(job, simulator, result, options, flags)
 
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,12 +26,20 @@ from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
-from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.loads import typical_counts
 from moesaic.planner.other_systems import OthersLayout, best_layout, predict
 from moesaic.planner.presets import CONFIGS, read_job
-from moesaic.planner.search import GIVE_UP, LOSSLESS, LOSSY, REFINED, Result, Settings, search
+from moesaic.planner.search import (
+    GIVE_UP,
+    LOSSLESS,
+    LOSSY,
+    REFINED,
+    Result,
+    Settings,
+    search,
+    search_recomputing,
+)
 from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import read_counts
@@ -263,47 +272,21 @@ class SearchOptions(JobOptions):
         return best_layout(job, cluster, offers, stages=self.pp, reserve_gib=self.reserve_gib)
 
     def searched(self, job: Job, simulator: Simulator) -> tuple[Job, Result]:
-        """Search, with a progress bar; returns the job and the result. A Hugging Face model is
-        searched again with recomputed blocks, if nothing fits without, or if what does not fit may
-        be faster.
+        """Search, with a progress bar; returns what `search_recomputing` does.
 
         Raises:
             TooLargeError: if no layout fits the memory.
         """
-        counts = self.counts()
         with _progress_bar(Console(stderr=True)) as progress:
-
-            def result_of(job: Job, to_beat: float = math.inf) -> Result:
-                """Return the result of the search for a job; `to_beat` is that of `search`."""
-                return search(
-                    job,
-                    simulator.cluster,
-                    self.settings(),
-                    counts=counts,
-                    simulator=simulator,
-                    progress=progress,
-                    to_beat=to_beat,
-                )
-
-            is_of_hub = isinstance(job.model, HubShape)
-            recomputing = replace(job, model=replace(job.model, checkpoint_activations=True))
-            try:
-                kept = result_of(job)
-            except InputError:  # if it is no TooLargeError, it comes again below
-                if not is_of_hub:
-                    raise
-                return recomputing, result_of(recomputing)
-            if not is_of_hub or not kept.lacks_memory:
-                return job, kept
-            try:
-                recomputed = result_of(recomputing, to_beat=kept.best.seconds)
-            except InputError:
-                return job, kept
-            if recomputed.best.seconds >= kept.best.seconds:
-                return job, kept
-            bound = min(kept.bound_seconds, recomputed.bound_seconds)
-            found = replace(recomputed, kept_seconds=kept.best.seconds, bound_seconds=bound)
-            return recomputing, found
+            find = partial(
+                search,
+                cluster=simulator.cluster,
+                settings=self.settings(),
+                counts=self.counts(),
+                simulator=simulator,
+                progress=progress,
+            )
+            return search_recomputing(job, find)
 
 
 @contextmanager

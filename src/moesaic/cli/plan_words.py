@@ -26,7 +26,6 @@ from moesaic.planner.answer import (
 )
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
-from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import (
     OthersLayout,
@@ -145,8 +144,7 @@ def answer(
     yield about_parameters(job, cluster)
     tokens = job.batch_size * job.accumulation * job.model.seq_len
     yield f"speed: {_speed_in_words(speed, tokens, best.seconds)}; {OTHERS_STEPS}"
-    if job.model.checkpoint_activations and isinstance(job.model, HubShape):
-        yield _about_recomputation(result)
+    yield from result.why_recomputed
 
     name = best.estimate.bottleneck
     yield (
@@ -171,17 +169,6 @@ def answer(
             f"price: {speed.price(price):,.0f} for a trillion tokens, at {price:g} a device and "
             "hour, in the currency of --price-per-hour"
         )
-
-
-def _about_recomputation(result: Result) -> str:
-    """Return a line that says why blocks are recomputed."""
-    if result.kept_seconds is None:
-        return "activations are recomputed: otherwise no layout fits the memory"
-    longer = result.kept_seconds / result.best.seconds
-    return (
-        "activations are recomputed: the best step that fits the memory without takes "
-        f"{longer:.2f} times as long"
-    )
 
 
 def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: float) -> str:

@@ -35,8 +35,8 @@ from moesaic.planner.plan_files import (
     MESH,
     FoundFor,
     read_found,
-    read_micro_batches,
     read_planned,
+    read_step,
     write_plan,
 )
 from moesaic.planner.simulator import Simulator
@@ -314,7 +314,7 @@ def _of_file(path: Path) -> OfFile:
     table, plan = read_planned(path)
     found = read_found(path)
     stages = table.get("pp", 1)
-    _, num_in_flight = read_micro_batches(path)
+    _, num_in_flight, _ = read_step(path)
     drawn_in_flight: Literal[1, 2] = 2 if num_in_flight > 1 else 1
     mesh = {name: table[name] for name in MESH if name in table}
     if found is None:  # the file has a plan, and maybe sizes of axes, alone

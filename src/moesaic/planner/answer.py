@@ -271,7 +271,7 @@ def remedies(
             tried.append(Remedy(what=what, num_bytes=num_bytes, fits=num_bytes <= usable))
     if larger is not None:
         tried += _more_devices(cluster, settings, larger)
-    num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
+    num_bytes = _smallest_bytes(job.recomputing, cluster, settings)
     if num_bytes is not None:
         gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
         what = f"devices of {gib} GiB, blocks recomputed"
@@ -299,7 +299,7 @@ def _changes(job: Job, settings: Settings) -> Iterator[tuple[str, Job, Settings]
     if settings.pp not in (None, 1):
         yield "no stages (without --pp)", job, replace(settings, pp=None)
     if not model.checkpoint_activations:
-        yield "blocks recomputed (model.checkpoint_activations)", _recomputed(job), settings
+        yield "blocks recomputed (model.checkpoint_activations)", job.recomputing, settings
     if job.batch_size % 2 == 0:
         half = job.batch_size // 2
         what = f"half the micro-batch (--batch-size {half})"
@@ -320,7 +320,7 @@ def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> l
             job, larger_cluster = larger(times * cluster.world)
         except InputError:  # the description of the cluster is valid for its number of nodes only
             break
-        num_bytes = _smallest_bytes(_recomputed(job), larger_cluster, settings)
+        num_bytes = _smallest_bytes(job.recomputing, larger_cluster, settings)
         if num_bytes is not None:
             fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
             what = f"{larger_cluster.world} devices, blocks recomputed"
@@ -329,11 +329,6 @@ def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> l
                 break
         times *= 2
     return last
-
-
-def _recomputed(job: Job) -> Job:
-    """Return a job that recomputes its blocks in backward."""
-    return replace(job, model=replace(job.model, checkpoint_activations=True))
 
 
 def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:

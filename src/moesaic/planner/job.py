@@ -9,7 +9,7 @@ test checks that their defaults are equal.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from moesaic.configfile import override
@@ -59,6 +59,11 @@ class Job:
         for where, value in sizes.items():
             if value < 1:
                 raise InputError(f"{where}={value}: must be at least 1")
+
+    @property
+    def recomputing(self) -> Job:
+        """The job that recomputes its blocks in backward."""
+        return replace(self, model=replace(self.model, checkpoint_activations=True))
 
     @property
     def dense_layers(self) -> int:

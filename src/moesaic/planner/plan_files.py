@@ -31,6 +31,9 @@ FINER = "micro_batches_cut_in"
 IN_FLIGHT = "micro_batches_in_flight"
 """Field that says how many micro-batches are in flight."""
 
+RECOMPUTES = "recomputes_blocks"
+"""Field that says whether blocks are recomputed in backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFor:
@@ -91,16 +94,18 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     return mesh, plan
 
 
-def read_micro_batches(path: Path) -> tuple[int, int]:
+def read_step(path: Path) -> tuple[int, int, bool]:
     """Return into how many the micro-batches of a run are cut by the plan in a file, which
-    `read_planned` takes, and how many are in flight; 1 where it does not say.
+    `read_planned` takes, how many are in flight, 1 where it does not say, and whether blocks are
+    recomputed.
 
     Raises:
         InputError: if a number is none.
     """
     table = read_table(path)
     finer = _whole_number(table.get(FINER, 1), FINER, path)
-    return finer, _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
+    in_flight = _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
+    return finer, in_flight, table.get(RECOMPUTES) is True
 
 
 def _whole_number(value: Any, name: str, path: Path) -> int:
@@ -142,13 +147,16 @@ def read_found(path: Path) -> FoundFor | None:
     return found
 
 
-def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
+def write_planned(
+    planned: PlannedStep, path: Path, found: FoundFor, *, recomputes: bool = False
+) -> None:
     """Write the mesh and the plan of a search result to a file.
 
     Args:
         planned: the search result.
         path: the file, with the suffix .toml or .json.
         found: what it was found for.
+        recomputes: whether it recomputes blocks.
 
     Raises:
         InputError: if the file has another suffix or cannot be written.
@@ -157,6 +165,8 @@ def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
     for name, number in ((FINER, planned.split.finer), (IN_FLIGHT, planned.split.in_flight)):
         if number > 1:  # 1 is what readers take where the file does not say
             table[name] = number
+    if recomputes:
+        table[RECOMPUTES] = True
     table["mesh"] = mesh_table(planned)
     table["plan"] = _fields_of(planned.plan)
     table["found"] = _found_table(planned, found)

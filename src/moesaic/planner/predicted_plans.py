@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,15 @@ from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.planner.job import Job, job_of
 from moesaic.planner.loads import simulate_counts, simulate_even
 from moesaic.planner.policy_rates import simulator_of
-from moesaic.planner.search import GIVE_UP, LOSSLESS, REFINED, Settings, search
+from moesaic.planner.search import (
+    GIVE_UP,
+    LOSSLESS,
+    REFINED,
+    Result,
+    Settings,
+    search,
+    search_recomputing,
+)
 from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
@@ -195,9 +204,9 @@ def find_layouts(
     most_stages: int,
     may_fly: bool = False,
     gbps: float | None = None,
-) -> tuple[PlannedStep, ...]:
-    """Search the mesh and the plan of a run for a number of ranks; the result is the same on every
-    machine.
+) -> tuple[Job, Result]:
+    """Search the mesh and the plan of a run for a number of ranks, and whether it recomputes
+    blocks; the result is the same on every machine.
 
     Args:
         config: configuration of the run, as a table; its mesh and plan are ignored.
@@ -210,7 +219,7 @@ def find_layouts(
         gbps: measured rate of a node's link in gigabits per second, for an assumed cluster.
 
     Returns:
-        the best plan of each of the best layouts, best first.
+        the job that was found best, and its result, with the best plan of each of the best layouts.
 
     Raises:
         InputError: if no mesh of `world` ranks splits the model and its batch, or if the cluster
@@ -226,11 +235,12 @@ def find_layouts(
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )
     job = job_of(config, source="planner")
-    ranking = search(job, simulator.cluster, settings, simulator=simulator).ranking
+    find = partial(search, cluster=simulator.cluster, settings=settings, simulator=simulator)
+    job, result = search_recomputing(job, find)
     best: dict[str, PlannedStep] = {}
-    for planned in ranking:  # best first, so the first of a layout is its best
+    for planned in result.ranking:  # best first, so the first of a layout is its best
         best.setdefault(planned.layout, planned)
-    return tuple(best.values())
+    return job, replace(result, ranking=tuple(best.values()))
 
 
 def _pins(grid: Grid) -> Pins:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -134,13 +135,24 @@ class Result:
     lacks_memory: bool = False
     """Whether a step that does not fit the memory, simulated or bounded, may be faster."""
     kept_seconds: float | None = None
-    """Seconds of the best step that recomputes nothing, if one that recomputes blocks is faster;
-    None if none was searched, or none fits."""
+    """Seconds of the best step that recomputes nothing, infinite if none fits, where the search
+    chose to recompute blocks; None where it did not."""
 
     @property
     def best(self) -> PlannedStep:
         """The plan to use."""
         return self.ranking[0]
+
+    @property
+    def why_recomputed(self) -> Iterator[str]:
+        """Why the search chose to recompute blocks, as a clause; nothing where it did not."""
+        if self.kept_seconds == math.inf:
+            yield "activations are recomputed: otherwise no layout fits the memory"
+        elif self.kept_seconds is not None:
+            yield (
+                "activations are recomputed: the best step that fits the memory without takes "
+                f"{self.kept_seconds / self.best.seconds:.2f} times as long"
+            )
 
 
 class TooLargeError(InputError):
@@ -260,6 +272,35 @@ def search(
     if too_large:
         raise min(too_large, key=lambda error: error.num_bytes)
     raise refused[0]
+
+
+def search_recomputing(job: Job, find: Callable[..., Result]) -> tuple[Job, Result]:
+    """Search, and once more with recomputed blocks if nothing fits without, or if what does not fit
+    may be faster; returns the job with the faster step, and its result.
+
+    Args:
+        job: the training job; one that recomputes blocks already goes on doing so.
+        find: searches for a job, and takes `to_beat`, as `search` does.
+
+    Raises:
+        InputError: as `search` does.
+    """
+    if job.model.checkpoint_activations:
+        return job, find(job)
+    recomputing = job.recomputing
+    try:
+        kept = find(job)
+    except TooLargeError:
+        return recomputing, replace(find(recomputing), kept_seconds=math.inf)
+    seconds = kept.best.seconds
+    if kept.lacks_memory:
+        with suppress(InputError):
+            recomputed = find(recomputing, to_beat=seconds)
+            if recomputed.best.seconds < seconds:
+                bound = min(kept.bound_seconds, recomputed.bound_seconds)
+                found = replace(recomputed, kept_seconds=seconds, bound_seconds=bound)
+                return recomputing, found
+    return job, kept
 
 
 def _searches_of(

@@ -30,10 +30,11 @@ from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
 from moesaic.planner.fewer_machines import fewer_machines
-from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_micro_batches, read_planned
+from moesaic.planner.job import Job
+from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_planned, read_step
 from moesaic.planner.plan_table import TableSettings
 from moesaic.planner.predicted_plans import Predictor, find_layouts
-from moesaic.planner.simulated_plans import PlannedStep
+from moesaic.planner.search import Result
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
 from moesaic.train.better_split import about_slow_link, outside_gbps
@@ -131,8 +132,8 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         gbps = outside_gbps(open_transport(name=config.mesh.transport), per_node)
         say(f"planner: the link between machines carries {gbps:.2g} Gbit/s")
 
-    def layouts_of(ranks: int) -> tuple[PlannedStep, ...]:
-        """Return the layouts that are predicted to be fastest on a number of ranks, best first."""
+    def found_for(ranks: int) -> tuple[Job, Result]:
+        """Return what `find_layouts` does for a number of ranks."""
         return find_layouts(
             asdict(config),
             ranks,
@@ -144,13 +145,14 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
             gbps=gbps,
         )
 
-    layouts = layouts_of(world)
-    layout = layouts[0]  # the fastest
+    job, result = found_for(world)
+    layout = result.best
     line = (
         f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
     )
-    for other in layouts[1:3]:
+    line = "; ".join([line, *result.why_recomputed])
+    for other in result.ranking[1:3]:
         line += f"; {other.layout}: {other.seconds / layout.seconds:.2f} times as long"
     say(line)
     if settings.cluster:  # an assumed one does not say how fast the ranks compute
@@ -158,7 +160,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
             machines=world // per_node,
             ranks=world,
             seconds=layout.seconds,
-            best_of=lambda machines: layouts_of(machines * per_node)[0],
+            best_of=lambda machines: found_for(machines * per_node)[1].best,
         )
         if fewer is not None:
             say(f"planner: {fewer}")
@@ -173,6 +175,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     return replace(
         found,
         micro_batches_in_flight=max(config.micro_batches_in_flight, layout.split.in_flight),
+        model=replace(config.model, checkpoint_activations=job.model.checkpoint_activations),
         mesh=_with_mesh(config.mesh, mesh_table(layout)),
         planner=replace(settings, plan=planner_plan),
     ).with_layer_plan(plan)
@@ -233,10 +236,12 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
         raise InputError(
             f"plan or balance and planner.plan={path} contradict each other: leave one out"
         )
-    finer, in_flight = read_micro_batches(path)
+    finer, in_flight, recomputes = read_step(path)
+    recomputes |= config.model.checkpoint_activations
     return replace(
         _cut_finer(config, finer),
         micro_batches_in_flight=max(config.micro_batches_in_flight, in_flight),
+        model=replace(config.model, checkpoint_activations=recomputes),
         mesh=mesh,
         planner=replace(config.planner, plan=""),
     ).with_layer_plan(plan)
