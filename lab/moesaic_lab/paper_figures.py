@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic_lab.gates_loss import table_3
-from moesaic_lab.headlines import COMPARISONS
+from moesaic_lab.headlines import COMPARISONS, SLOWER
 from moesaic_lab.paper_pairs import Row, pairs
 from moesaic_lab.paper_tables import measured_gains, placed
 from moesaic_lab.pays import TECHNIQUES
@@ -43,15 +43,14 @@ def parm(results: Results) -> dict[str, str]:
     """Return SAA's gains on few and many tokens per rank, and what Algorithm 1 chose."""
     found: dict[str, str] = {}
     for name, bed in (("few", "4x4"), ("many", "2x2")):
-        # Each pair is a measured gain and a predicted one.
-        gains = [gain for gain, _ in pairs(results["layer"]["rows"], "saa", "", bed)]
+        gains = pairs(results["layer"]["rows"], "saa", "", bed)
         found |= {
             f"saa.{name}.layers": str(len(gains)),
             f"saa.{name}.faster": str(sum(gain > 1 for gain in gains)),
             f"saa.{name}.gain": share(statistics.median(gains)),
         }
     for make in COMPARISONS["parm"]:
-        comparison = make()
+        comparison = make(SLOWER)
         # The first headline says "..., which is SCHEDULE here".
         _, _, after = comparison.headlines[0].what.partition(", which is ")
         schedule, *_ = after.split()
@@ -62,8 +61,8 @@ def parm(results: Results) -> dict[str, str]:
 def schemoe(results: Results) -> dict[str, str]:
     """Return what Pipe-A2A gains, the ablation, and the simulated steps' error."""
     # Gains of pairs that differ by the all-to-all: of layers, and of all-to-alls alone.
-    layers = [gain for gain, _ in pairs(results["model"]["rows"], "pipelined", "linear")]
-    moves = [gain for gain, _ in pairs(results["comm"]["rows"], "pipelined", "linear")]
+    layers = pairs(results["model"]["rows"], "pipelined", "linear")
+    moves = pairs(results["comm"]["rows"], "pipelined", "linear")
     ablation = [row for row in results["layer"]["rows"] if row["part"] == "ablation"]
     steps = [
         row["error"]
@@ -106,7 +105,7 @@ def fastermoe(results: Results) -> dict[str, str]:
     on_top = next(each for each in TECHNIQUES if each.name == "smart schedule over shadowing")
     gains = []
     for result, *words in on_top.measured:
-        gains += [gain for gain, _ in pairs(results[result]["rows"], *words)]
+        gains += pairs(results[result]["rows"], *words)
     return {
         "gate.step": share(gate["step_time_ratio"]),
         "gate.time": share(gate["time_to_loss_ratio"]),

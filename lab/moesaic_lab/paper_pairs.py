@@ -14,11 +14,8 @@ CASE = ("part", "cell", "bed", "case", "what", "size_bytes", "locality")
 Row = Mapping[str, Any]
 
 
-def pairs(
-    rows: Sequence[Row], word: str, without: str, bed: str = ""
-) -> list[tuple[float, float | None]]:
-    """Return the measured gain of each pair of methods that differ by a word, and the predicted one
-    if the benchmark has it.
+def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[float]:
+    """Return the measured gain of each pair of methods that differ by a word.
 
     Trials of a search are left out: they are of few repeats, and the layers are timed again among
     the methods.
@@ -47,10 +44,7 @@ def pairs(
             other = methods.get(", ".join(each for each in other_words if each))
             if other is None or not seconds(other) or not seconds(row):
                 continue
-            predicted = None
-            if "predicted_seconds" in row and "predicted_seconds" in other:
-                predicted = other["predicted_seconds"] / row["predicted_seconds"]
-            gains.append((seconds(other) / seconds(row), predicted))
+            gains.append(seconds(other) / seconds(row))
     return gains
 
 

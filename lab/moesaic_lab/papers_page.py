@@ -12,7 +12,6 @@ all pairs of methods in the committed benchmarks that differ by the technique al
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,27 +21,19 @@ from moesaic_lab.claims import RESULTS, ROOT
 from moesaic_lab.measured import measured
 from moesaic_lab.paper_figures import figures_of
 from moesaic_lab.paper_headlines import headlines_of
-from moesaic_lab.paper_pairs import Row, pairs
+from moesaic_lab.paper_pairs import Row
 from moesaic_lab.paper_tables import tables_of
 from moesaic_lab.pays import TECHNIQUES
-from moesaic_lab.pictures import Panel, PlottedSeries, write_picture
+from moesaic_lab.pays_page import SOURCES, panels_of, picture_of, pictures_of, table_of
+from moesaic_lab.pictures import write_picture
 from moesaic_lab.reproduce.records import PAPERS, page_of, read_book
-from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table, share, with_unit, write_page
+from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table, with_unit, write_page
 
 DOCS = ROOT / "docs"
 CLAIMS = DOCS / "reproduce.md"
+DECIDING = DOCS / "pays.md"
 CLAIM_MARKS = ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->")
 MARKS = ("<!-- evidence: moesaic_lab/papers_page.py -->", "<!-- end of evidence -->")
-
-
-SOURCES = {
-    "layer": "layers",
-    "model": "layers",
-    "comm": "all-to-alls",
-    "balance": "layers under skew",
-    "netmoe": "layers in a row",
-}
-"""What the pairs of a benchmark are."""
 TRAINED = {"schemoe": "codec_convergence", "tutel": "vision_sweeps", "fastermoe": "gates_loss"}
 """Benchmark that trains models under what a paper changes, by paper."""
 
@@ -52,12 +43,19 @@ def main() -> int:
     results = read_results()
     for paper in PAPERS:
         write(DOCS / f"papers_{paper}.md", page(paper, results))
-        panels = list(panels_of(paper, results))
-        title = "Time without a technique over time with it, simulated; above 1 it pays"
-        write_picture(DOCS / "images" / f"papers_{paper}.svg", title, panels)
+    for technique in TECHNIQUES:
+        panels = list(panels_of(technique, results))
+        title = "Time without the technique over time with it, simulated; above 1 it pays"
+        write_picture(DOCS / picture_of(technique), title, panels, columns=4)
+    write_page(DECIDING, deciding(results), MARKS)
     shown = claims_of(results["reproduce"]["claims"], simulated(results))
     write_page(CLAIMS, shown, CLAIM_MARKS)
     return 0
+
+
+def deciding(results: Mapping[str, Any]) -> str:
+    """Return the generated part of the page by which a reader decides."""
+    return f"{table_of(results, TECHNIQUES)}\n\n## Pictures\n\n{pictures_of()}"
 
 
 def page(paper: str, results: Mapping[str, Any]) -> str:
@@ -98,17 +96,12 @@ def claims_by_paper(results: Mapping[str, Any]) -> dict[str, list[Row]]:
 def evidence(paper: str, results: Mapping[str, Any]) -> str:
     """Return the generated part of a paper's page."""
     about = results["reproduce"]["papers"][paper]
-    maps = [row for row in results["pays"]["rows"] if row["paper"] == paper]
     parts = [
         "## Where it pays",
-        f"![gain over tokens](images/papers_{paper}.svg)",
-        summary(paper, results),
+        "[Where each technique pays](pays.md) explains this table and has a picture of each line.",
+        table_of(results, [each for each in TECHNIQUES if each.paper == paper]),
         f"Measured {measured({name: results[name] for name in measured_in(paper)})}.",
         *tables_of(paper, results),
-        *(
-            folded(f"{name}: the whole map; skew is a synthetic Zipf law", map_table(maps, name))
-            for name in dict.fromkeys(r["technique"] for r in maps)
-        ),
         headlines_of(paper, results),
         "## Claims",
         claims_of(claims_by_paper(results)[paper], simulated(results)),
@@ -127,138 +120,6 @@ def measured_in(paper: str) -> list[str]:
     if paper in TRAINED:
         shown.add(TRAINED[paper])
     return sorted(shown)
-
-
-def summary(paper: str, results: Mapping[str, Any]) -> str:
-    """Return a line per technique and benchmark: the simulated map in short, beside the measured
-    pairs."""
-    # A row of `measured`: a benchmark, and the arguments of `pairs`.
-    names = (
-        "technique|simulated gain|pays from, tokens per rank|measured|faster in, cases|median gain"
-        "|range of gains|predicted gain"
-    )
-    lines = [names.split("|")]
-    for technique in TECHNIQUES:
-        if technique.paper != paper:
-            continue
-        maps = [row for row in results["pays"]["rows"] if row["technique"] == technique.name]
-        for result, *words in technique.measured:
-            rows = results[result]["rows"]
-            found = pairs(rows, *words)
-            if not found:
-                lines.append([technique.name, *in_short(maps), "not yet", "", "", "", ""])
-                continue
-            values = [gain for gain, _ in found]
-            predicted = [each for _, each in found if each is not None]
-            # The third word, if there is one, is the only bed that counts.
-            where = f" on {words[2]}" if len(words) > 2 else beds_of(rows, words[0])
-            measured = [
-                f"{len(values)} {SOURCES[result]}{where} (`{result}.json`)",
-                str(sum(value > 1 for value in values)),
-                share(statistics.median(values)),
-                f"{min(values):.2f} to {max(values):.2f}",
-                share(statistics.median(predicted)) if predicted else "",
-            ]
-            lines.append([technique.name, *in_short(maps), *measured])
-    return markdown_table(lines)
-
-
-def beds_of(rows: Sequence[Row], word: str) -> str:
-    """Return on which emulated clusters methods with a word in their names were measured, nodes x
-    ranks per node; "" if rows do not tell."""
-    beds = set()
-    for row in rows:
-        method = row.get("plan") or row.get("method") or ""
-        if "bed" in row and row.get("part") != "search" and word in method.split(", "):
-            # A bed's name begins with its shape, as "2x4 200mbit"; other names have none.
-            first, *_ = row["bed"].split()
-            if first[0].isdigit():
-                beds.add(first.rstrip(","))
-    return f" on {', '.join(sorted(beds))}" if beds else ""
-
-
-def in_short(maps: Sequence[Row]) -> tuple[str, str]:
-    """Return a technique's range over its map, and where it begins to pay at the paper's links.
-
-    Args:
-        maps: rows of `moesaic bench pays`.
-    """
-    if not maps:
-        return "", ""
-    starts = []
-    for row in maps:
-        if row["links"] == 1:
-            where = f"width {row['width']}{', skewed' if row['skew'] else ''}"
-            starts.append(f"{where}: {crossing(row)}")
-    least = min(row["least"] for row in maps)
-    most = max(row["most"] for row in maps)
-    return f"{least:.2f} to {most:.2f}", "; ".join(starts)
-
-
-def crossing(row: Row) -> str:
-    """Return in words where a gain is above 1, in tokens per rank."""
-    if not row["crossovers"]:
-        return "always" if row["least"] >= 1 else "never"
-    # At each crossover the gain rises above 1 or falls below it, in turn.
-    rises = row["gains"][0] < 1
-    words = []
-    for tokens in row["crossovers"]:
-        words.append(f"from {tokens:,.0f}" if rises else f"up to {tokens:,.0f}")
-        rises = not rises
-    return " ".join(words)
-
-
-def map_table(maps: Sequence[Row], technique: str) -> str:
-    """Return a technique's gains over tokens, links, width and skew; losses are bold."""
-    chosen = [row for row in maps if row["technique"] == technique]
-    lines = [
-        [
-            "links",
-            "width",
-            "skew",
-            *(f"{tokens:,} tokens" for tokens in chosen[0]["tokens"]),
-            "pays",
-        ]
-    ]
-    for row in chosen:
-        gains = [share(gain) if gain >= 1 else f"**{gain:.2f}**" for gain in row["gains"]]
-        lines.append(
-            [f"x{row['links']:g}", str(row["width"]), f"{row['skew']:g}", *gains, crossing(row)]
-        )
-    return markdown_table(lines)
-
-
-def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
-    """Yield a panel per technique: its gain over tokens at the paper's links; NetMoE's over the
-    locality of samples."""
-    if paper == "netmoe":
-        rows = [row for row in results["netmoe"]["rows"] if row["part"] == "simulated"]
-        lines = []
-        for ranks in dict.fromkeys(row["per_node"] for row in rows):
-            own = [row for row in rows if row["per_node"] == ranks]
-            localities = tuple(row["locality"] for row in own)
-            gains = tuple(1 / row["predicted_time_ratio"] for row in own)
-            lines.append(PlottedSeries(name=f"{ranks} ranks per node", x=localities, y=gains))
-        yield Panel(
-            title="placement over FastMoE", x_title="locality", y_title="gain", series=tuple(lines)
-        )
-    maps = [row for row in results["pays"]["rows"] if row["paper"] == paper and row["links"] == 1]
-    for name in dict.fromkeys(row["technique"] for row in maps):
-        chosen = [row for row in maps if row["technique"] == name]
-        x = tuple(map(float, chosen[0]["tokens"]))
-        # A line at 1, above which the technique pays.
-        series = [PlottedSeries(name="equal", x=(x[0], x[-1]), y=(1.0, 1.0))]
-        for row in chosen:
-            label = f"width {row['width']}{', skewed' if row['skew'] else ''}"
-            series.append(PlottedSeries(name=label, x=x, y=tuple(row["gains"])))
-        yield Panel(
-            title=name,
-            x_title="tokens per rank",
-            y_title="gain",
-            series=tuple(series),
-            log_x=True,
-            log_y=True,
-        )
 
 
 def claims_of(claims: Sequence[Row], ours: Mapping[str, float]) -> str:

@@ -1,10 +1,11 @@
 """Where a technique of the papers pays: the time of a layer without it over the time with it,
-simulated.
+simulated along four axes.
 
-Forward and backward passes of one layer on a cluster of the technique's paper, over tokens per
-rank, the rate between nodes relative to the paper's, the layer's width, and the skew of the
-routing: the exponent of a Zipf law over the experts, 0 for even loads. Nothing is fitted here.
-`python -m moesaic_lab.papers_page` writes the pages of the papers from the results.
+A technique starts from a layer of its paper on 16 ranks of the paper's cluster. Then one number
+changes at a time: the tokens per rank; the share of the step that messages take, by the speed of
+products; the skew of the routing, MaxVio of the experts' loads under a Zipf law, 0 for
+even loads; and the ranks of a node. Nothing is fitted here. `python -m moesaic_lab.papers_page`
+writes docs/pays.md from the results.
 
     moesaic bench pays --json benchmarks/results/pays.json
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +24,49 @@ from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, zipf_counts
-from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model
+from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model, stay_home
 
-TOKENS = (16, 64, 256, 1024, 4096, 16384)
-LINKS = (0.25, 1.0, 4.0)
-"""Rates between nodes, relative to the paper's cluster."""
-WIDTHS = (256, 2048)
-SKEWS = (0.0, 1.2)
 SEED = 1
 RANKS = 16
-"""Ranks of every simulated layer."""
+"""Ranks and experts of every simulated layer."""
 CONFIG = Path(__file__).parent / "configs" / "pays.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaysOptions(BenchmarkOptions):
+    """Options of `moesaic bench pays`: the values of each axis."""
+
+    tokens: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
+    """Tokens per rank."""
+    products: tuple[float, ...] = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
+    """Speeds of products over those of the paper's devices, which give the shares of messages."""
+    skew: tuple[float, ...] = (0.0, 0.4, 0.8, 1.2, 1.6)
+    """Exponents of the Zipf law."""
+    ranks: tuple[int, ...] = (2, 4, 8)
+    """Ranks of a node, of 16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A layer and its place, from which one number at a time changes."""
+
+    tokens: int
+    """Tokens per rank; a tensor-parallel group has tp times as many."""
+    width: int
+    """Width of tokens."""
+    hidden: int
+    """Width inside the experts; FasterMoE's is twice `width`."""
+    skew: float = 0.0
+    """Exponent of the Zipf law."""
+    products: float = 1.0
+    """Speed of products over that of the paper's devices."""
+    ranks: int
+    """Ranks of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +76,20 @@ class Technique:
     paper: str
     name: str
     """What the technique changes, for the table."""
+    use: str
+    """Option that switches it on."""
     plan: Plan
     without: Plan
     measured: tuple[tuple[str, ...], ...]
     """Committed benchmarks: name, the word of a method's name with the technique, the word in its
     place without it, and how the names of beds begin if not all count."""
+    published: Mapping[str, Any]
+    """The published gain: `cells`, one or a quotient of two, and where it stands on each axis that
+    the paper tells."""
+    at: Point | None = None
+    """The paper's layer; None if the technique is not simulated here."""
     cluster: str = ""
-    """Preset of the paper's cluster; empty if the technique is not simulated here."""
+    """Preset of the paper's cluster."""
     tp: int = 1
     etp: int = 1
     top_k: int = 2
@@ -62,13 +97,6 @@ class Technique:
     """Whether the layer with the technique has FasterMoE's shadows too."""
     shadows_without: bool = False
     """Whether the layer without it has them."""
-
-    @property
-    def grid(self) -> Grid:
-        """The mesh of `RANKS` ranks."""
-        per_node = read_cluster(self.cluster).devices_per_node
-        ep = RANKS // self.etp
-        return Grid(world=RANKS, tp=self.tp, ep=ep, etp=self.etp, ranks_per_node=per_node)
 
 
 def _technique(entry: dict[str, Any]) -> Technique:
@@ -78,6 +106,8 @@ def _technique(entry: dict[str, Any]) -> Technique:
         "plan": override(Plan(), entry.get("plan", {}), source=source),
         "without": override(Plan(), entry.get("without", {}), source=source),
         "measured": tuple(tuple(words) for words in entry["measured"]),
+        "published": entry.get("published", {}),
+        "at": Point(**entry["at"]) if "at" in entry else None,
     }
     return Technique(**fields)
 
@@ -86,128 +116,142 @@ TECHNIQUES = tuple(map(_technique, read_table(CONFIG)["techniques"]))
 
 
 class TechniqueBed:
-    """Simulates layers with and without a technique.
+    """Simulates a layer with and without a technique at one point."""
 
-    Args:
-        faster: rate between nodes over that of the preset.
-    """
-
-    def __init__(self, technique: Technique, faster: float) -> None:
+    def __init__(self, technique: Technique, at: Point) -> None:
         self.technique = technique
-        self.grid = technique.grid
-        per_node = read_cluster(technique.cluster).devices_per_node
-        spec = read_cluster(technique.cluster, nodes=RANKS // per_node)
-        links = []
-        for link in spec.links:
-            if link.carries == "outside":
-                link = replace(link, gbps=tuple(faster * rate for rate in link.gbps))
-            links.append(link)
-        # as our layers send; the plan "sequential" sends in turn
-        host = replace(spec.host, messages="together")
-        self.spec: ClusterSpec = replace(spec, links=tuple(links), host=host)
-        self._simulator = Simulator(self.spec)
-        self._beds: dict[Model, FasterMoEBed] = {}
-        self._compiled = {
-            plan: compile_plan(plan, self.grid) for plan in (technique.plan, technique.without)
-        }
-
-    def gain(self, tokens: int, width: int, skew: float) -> float:
-        """Return the time without the technique over the time with it.
-
-        Args:
-            tokens: tokens per rank; a tensor-parallel group has tp times as many.
-            width: width of tokens; experts have twice this width inside.
-            skew: exponent of the Zipf law.
-        """
-        technique = self.technique
-        layer = Workload(
-            tokens=tokens * technique.tp,
-            num_experts=16,
+        self.at = at
+        self._spec = cluster(technique.cluster, at)
+        self._grid = Grid(
+            world=RANKS,
+            tp=technique.tp,
+            ep=RANKS // technique.etp,
+            etp=technique.etp,
+            ranks_per_node=at.ranks,
+        )
+        self._layer = Workload(
+            tokens=at.tokens * technique.tp,
+            num_experts=RANKS,
             top_k=technique.top_k,
-            dim=width,
-            hidden=2 * width,
+            dim=at.width,
+            hidden=at.hidden,
             matrices=2,
             dtype="fp32",
         )
-        slow = self._seconds(technique.without, layer, skew, technique.shadows_without)
-        return slow / self._seconds(technique.plan, layer, skew, technique.shadows)
+        self._counts = zipf_counts(self._grid.dp, self._layer, exponent=at.skew, seed=SEED)
 
-    def _seconds(self, plan: Plan, layer: Workload, skew: float, shadows: bool) -> float:
-        """Return the simulated seconds of a layer, forward and backward, under a plan."""
-        if shadows or self.technique.paper == "fastermoe":
-            model = Model(cluster="johnny", gpus=16, tokens=layer.tokens, dim=layer.dim)
-            if model not in self._beds:
-                self._beds[model] = FasterMoEBed(model, self.spec)
-            bed = self._beds[model]
-            counts = bed.counts(skew, SEED)
+    def found(self) -> dict[str, float]:
+        """Return the gain: the time without the technique over the time with it; the share of the
+        former in which nothing is computed; and the skew as MaxVio of the experts' loads."""
+        technique = self.technique
+        slow, computing = self._seconds(technique.without, technique.shadows_without)
+        fast, _ = self._seconds(technique.plan, technique.shadows)
+        loads = self._counts.sum(0)
+        max_vio = float(loads.max() / loads.mean()) - 1
+        return {"gain": slow / fast, "share": 1 - computing / slow, "skew": max_vio}
+
+    def _seconds(self, plan: Plan, shadows: bool) -> tuple[float, float]:
+        """Return the simulated seconds of a layer under a plan, forward and backward, and those in
+        which the busiest rank computes."""
+        counts = self._counts
+        if self.technique.paper == "fastermoe":
+            model = Model(cluster="johnny", gpus=RANKS, tokens=self.at.tokens, dim=self.at.width)
+            bed = FasterMoEBed(model, self._spec)
             shadowed = bed.chosen(counts, "corrected") if shadows else []
-            return bed.shadowed(plan, counts, shadowed)
+            computing = bed.run(plan, stay_home(counts, shadowed)).computing
+            return bed.shadowed(plan, counts, shadowed), computing
 
-        compiled: Compiled = self._compiled[plan]
-        if not skew:
-            return self._simulator.layer_seconds(
-                compiled.forward, compiled.backward, layer, compiled.grid
-            )
-        counts = zipf_counts(self.grid.dp, layer, exponent=skew, seed=SEED)
-        shapes = compiled.shapes(layer.num_experts)
-        sizes = sizes_of(compiled.forward, layer, compiled.grid, counts, shapes=shapes)
-        programs = compiled.forward, compiled.backward
-        return sum(
-            self._simulator.run(each, layer, compiled.grid, sizes=sizes).seconds
-            for each in programs
-        )
+        compiled = compile_plan(plan, self._grid)
+        shapes = compiled.shapes(RANKS)
+        sizes = sizes_of(compiled.forward, self._layer, compiled.grid, counts, shapes=shapes)
+        simulator = Simulator(self._spec)
+        runs = [
+            simulator.run(each, self._layer, compiled.grid, sizes=sizes)
+            for each in (compiled.forward, compiled.backward)
+        ]
+        return sum(run.seconds for run in runs), sum(run.compute_seconds for run in runs)
 
 
-def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:
-    """Return the tokens at which a gain passes 1, each between two of the sizes: interpolated
-    linearly over the logarithm of the tokens."""
+def cluster(name: str, at: Point) -> ClusterSpec:
+    """Return a paper's cluster with as many ranks per node and the speed of products of a point.
+    What all devices of a node share, they still share."""
+    spec = read_cluster(name, nodes=RANKS // at.ranks)
+    links = []
+    for link in spec.links:
+        shared = link.devices * at.ranks // spec.devices_per_node
+        devices = max(shared, 1) if link.devices > 1 else 1
+        links.append(replace(link, devices=devices))
+    # as our layers send; the plan "sequential" sends in turn
+    host = replace(spec.host, messages="together")
+    device = spec.device.with_products(at.products)
+    return replace(spec, devices_per_node=at.ranks, links=tuple(links), host=host, device=device)
+
+
+def crossovers(places: Sequence[float], gains: Sequence[float]) -> list[float]:
+    """Return the places on an axis at which a gain passes 1, each between two of the simulated
+    ones: interpolated linearly."""
     crossings = []
-    points = zip(map(math.log, tokens), gains)
-    for (x0, gain0), (x1, gain1) in itertools.pairwise(points):
+    for (x0, gain0), (x1, gain1) in itertools.pairwise(zip(places, gains)):
         if (gain0 < 1) != (gain1 < 1):
-            x = x0 + (x1 - x0) * (1 - gain0) / (gain1 - gain0)
-            crossings.append(math.exp(x))
+            crossings.append(x0 + (x1 - x0) * (1 - gain0) / (gain1 - gain0))
     return crossings
 
 
-def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Simulate every technique; return a row per technique, rate, width and skew, with the gains by
-    tokens."""
+def along(technique: Technique, axis: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return the row of a technique along an axis, in ascending order of its places."""
+    assert technique.at is not None
+    found = []
+    for value in values:
+        here = TechniqueBed(technique, replace(technique.at, **{axis: value})).found()
+        # Shares and loads follow from what is set.
+        place = here["share"] if axis == "products" else here.get(axis, value)
+        found.append((place, here["gain"]))
+    places, gains = zip(*sorted(found))
+    if axis == "tokens":  # tokens are interpolated over their logarithm
+        crossings = [math.exp(x) for x in crossovers([math.log(x) for x in places], gains)]
+    else:
+        crossings = crossovers(places, gains)
+    return {
+        "paper": technique.paper,
+        "technique": technique.name,
+        "axis": "share" if axis == "products" else axis,
+        "places": places,
+        "gains": gains,
+        "crossovers": crossings,
+        "least": min(gains),
+        "most": max(gains),
+    }
+
+
+def measure(options: PaysOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Simulate every technique; return a row per technique and axis."""
     rows = []
-    simulated = [technique for technique in TECHNIQUES if technique.cluster]
-    for technique, links in itertools.product(simulated, LINKS):
-        told(f"{technique.paper}, {technique.name}, links x{links:g}")
-        bed = TechniqueBed(technique, links)
-        for width, skew in itertools.product(WIDTHS, SKEWS):
-            gains = [bed.gain(tokens, width, skew) for tokens in TOKENS]
-            rows.append(
-                {
-                    "paper": technique.paper,
-                    "technique": technique.name,
-                    "links": links,
-                    "width": width,
-                    "skew": skew,
-                    "tokens": list(TOKENS),
-                    "gains": gains,
-                    "crossovers": crossovers(TOKENS, gains),
-                    "least": min(gains),
-                    "most": max(gains),
-                }
-            )
+    for technique in TECHNIQUES:
+        if technique.at is None:
+            continue
+        told(f"{technique.paper}, {technique.name}")
+        # The gain, the share of messages and the skew of the paper's own layer.
+        own = TechniqueBed(technique, technique.at).found()
+        for axis in AXES:
+            row = along(technique, axis, getattr(options, axis))
+            rows.append({**row, **own})
     return rows
 
+
+AXES = ("tokens", "products", "skew", "ranks")
+"""The numbers of a point that change, one at a time."""
 
 BENCHMARK = Benchmark(
     name="pays",
     description="Simulate where each technique of the five papers pays.",
-    options=BenchmarkOptions,
+    options=PaysOptions,
     notes=notes_of(__doc__),
     measure=measure,
     claims=lambda rows: list[Claim](),
     columns=(
         Shown(
             title="time without a technique over time with it, simulated",
-            columns=("technique", "links", "width", "skew", "least", "most"),
+            columns=("technique", "axis", "gain", "least", "most"),
             group_by=("technique",),
         ),
     ),

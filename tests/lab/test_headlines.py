@@ -9,6 +9,7 @@ import pytest
 from moesaic_lab.headlines import (
     COMPARISONS,
     OFF,
+    SLOWER,
     Comparison,
     Headline,
     MeasuredRatio,
@@ -16,12 +17,15 @@ from moesaic_lab.headlines import (
     claims,
     found,
     rows_of,
+    slowed,
 )
+from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.measure import TimedCell, Timing
+from moesaic_lab.paper_headlines import reason
 from moesaic_lab.reproduce.records import read_book
 from moesaic_testbed.bed import Bed
 
-MADE = [make() for of_paper in COMPARISONS.values() for make in of_paper]
+MADE = [make(SLOWER) for of_paper in COMPARISONS.values() for make in of_paper]
 
 
 def nothing(*_: object) -> tuple[TimedCell, float]:
@@ -34,7 +38,6 @@ def comparison(*made: Headline) -> Comparison:
         name="x",
         bed=Bed(nodes=2, ranks_per_node=2, inter="200mbit"),
         share=0.5,
-        of="its Table 1",
         reference="plain",
         headlines=made,
         run=nothing,
@@ -53,7 +56,6 @@ def test_every_paper_has_a_headline_whose_figure_is_published() -> None:
         assert 0 < each.share < 1
         for headline in each.headlines:
             assert headline.published is None or headline.published > 1
-            assert headline.why or not headline.cells
             assert set(headline.cells) <= set(read_book().cells)
     assert len({each.name for each in MADE}) == len(MADE)
 
@@ -67,11 +69,7 @@ def test_a_gain_and_a_quotient_of_times_are_ratios_of_speeds() -> None:
 
 def test_a_ratio_is_of_the_fastest_on_each_side() -> None:
     headline = Headline(
-        cells=("schemoe.layers.gain",),
-        what="w",
-        slow=("plain", "slower"),
-        fast=("a", "b"),
-        why="because",
+        cells=("schemoe.layers.gain",), what="w", slow=("plain", "slower"), fast=("a", "b")
     )
     rows = rows_of(comparison(headline), timed(plain=2.0, slower=3.0, a=1.0, b=0.8), 0.5)
     first = rows[0]
@@ -93,6 +91,7 @@ def test_a_claim_is_two_sided_and_says_what_was_not_run() -> None:
                 "part": "method",
                 "paper": "schemoe",
                 "comparison": "schemoe-tutel",
+                "slower": SLOWER,
                 "method": name,
                 "median_seconds": seconds,
             }
@@ -112,7 +111,7 @@ def test_a_ratio_is_paired_if_the_run_paired_its_methods_and_of_medians_otherwis
     of_zfp = next(each for each in MADE if each.name == "schemoe-ablation")
     (headline,) = of_zfp.headlines
     rows = [
-        {"part": "method", "paper": "schemoe", "comparison": of_zfp.name, **each}
+        {"paper": "schemoe", "comparison": of_zfp.name, "slower": SLOWER, "part": "method", **each}
         for each in (
             {"method": "naive", "median_seconds": 2.0},
             {"method": "+ zfp", "median_seconds": 1.0},
@@ -120,9 +119,53 @@ def test_a_ratio_is_paired_if_the_run_paired_its_methods_and_of_medians_otherwis
     ]
     assert found(of_zfp, headline, rows) == MeasuredRatio(median=2.0, interval=None)
     paired = {"cells": list(headline.cells), "here": 1.9, "here_95": [1.8, 2.1]}
-    row = {"part": "headline", "paper": "schemoe", "slow": "naive", "fast": "+ zfp", **paired}
+    row = {**rows[0], "part": "headline", "slow": "naive", "fast": "+ zfp", **paired}
     assert found(of_zfp, headline, [row, *rows]) == MeasuredRatio(median=1.9, interval=(1.8, 2.1))
     assert found(of_zfp, headline, rows[:1]) is None
+    at_full = [{**row, "slower": 1} for row in rows]
+    assert found(of_zfp, headline, at_full) is None
+
+
+def test_a_part_is_measured_and_not_claimed_and_has_the_ratio_of_its_own_comparison() -> None:
+    small, large = (each for each in MADE if each.paper == "parm")
+    rows = []
+    for each, saa in ((small, 0.9), (large, 0.8)):
+        cell = timed(baseline=2.0, Parm=1.0, S2=1.0, **{"S2 with SAA": saa})
+        rows += rows_of(each, cell, 0.5)
+    ratios = [found(each, each.parts[0], rows) for each in (small, large)]
+    assert [ratio.median for ratio in ratios if ratio] == pytest.approx([1 / 0.9, 1 / 0.8])
+    assert not any("saa" in claim.name for claim in claims(rows))
+
+
+def test_a_slower_place_keeps_the_proportion_of_bytes_to_products() -> None:
+    rates = {"inter": "200mbit", "intra": "0.5gbit", "gflops": 13.4, "coded_mb_per_second": 200}
+    place = LayerPlace(**rates)
+    slow = LayerPlace(**slowed(rates, 8))
+    assert (slow.inter, slow.intra) == ("25mbit", "62.5mbit")
+    assert (slow.gflops, slow.coded_mb_per_second) == (13.4 / 8, 25)
+    same = LayerPlace(**slowed(rates, 1)).bed
+    assert same.inter_bytes_per_second() == place.bed.inter_bytes_per_second()
+
+
+@pytest.mark.parametrize(
+    ("full", "slow", "simulated", "expected"),
+    [
+        (0.9, 1.1, 1.1, "a part, loses by the bed"),
+        (1.1, 1.2, None, "a part, gains"),
+        (0.9, 0.95, 1.1, "a part, loses in part by the bed"),
+        (0.9, 0.85, 1.1, "a part, loses by our code: simulated 1.10"),
+        (0.9, 0.85, 0.9, "a part, loses: not explained"),
+        (1.1, 0.95, None, "a part, loses: not explained"),
+        (None, 1.1, 1.1, "not run"),
+    ],
+)
+def test_a_loss_has_a_reason(
+    full: float | None, slow: float, simulated: float | None, expected: str
+) -> None:
+    ratios = [
+        None if each is None else MeasuredRatio(median=each, interval=None) for each in (full, slow)
+    ]
+    assert reason(*ratios, simulated) == expected
 
 
 def test_nothing_that_is_computed_is_a_measured_headline() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from moesaic.planner.cluster import presets
 from moesaic.planner.presets import CONFIGS
 from moesaic.planner.presets import PRESETS as PLANNED
 from moesaic.train.presets import PRESETS as TRAINED
-from moesaic_lab import papers_page, pays
+from moesaic_lab import papers_page, pays, pays_page
 from moesaic_lab.bench import BENCHMARKS, OTHERS
 from moesaic_lab.headlines import OFF, made
 from moesaic_lab.paper_pairs import pairs
@@ -26,12 +27,12 @@ from moesaic_lab.paper_tables import bounds, by_load, trained
 from moesaic_lab.papers_page import (
     claims_by_paper,
     claims_of,
-    crossing,
-    in_short,
+    deciding,
     page,
     read_results,
     simulated,
 )
+from moesaic_lab.pays_page import crossing
 from moesaic_lab.reproduce.records import PAPERS, PLACEHOLDER, page_of, read_book
 from moesaic_lab.vision.config import PRESETS as VISION
 
@@ -50,6 +51,7 @@ VALUES = {
     ("train", "planner.cluster"): presets(),
 }
 """What an option may be."""
+ON_JOHNNY = next(each for each in pays.TECHNIQUES if each.paper == "fastermoe")
 VENUES = [f"{each.venue} {each.year}" for each in read_book().publications.values()]
 
 
@@ -134,6 +136,8 @@ def test_the_pages_say_what_the_results_do() -> None:
     assert claims.split(papers_page.CLAIM_MARKS[1])[0].strip() == claims_of(
         results["reproduce"]["claims"], simulated(results)
     )
+    table = papers_page.DECIDING.read_text(encoding="utf-8").split(papers_page.MARKS[0])[1]
+    assert table.split(papers_page.MARKS[1])[0].strip() == deciding(results)
 
 
 def test_a_missed_claim_has_a_reason_and_only_missed_claims_have_one() -> None:
@@ -147,14 +151,21 @@ def test_a_missed_claim_has_a_reason_and_only_missed_claims_have_one() -> None:
 def test_every_technique_is_simulated_and_has_its_measured_pairs() -> None:
     simulated = {(each.paper, each.name) for each in pays.TECHNIQUES if each.cluster}
     assert {each.paper for each in pays.TECHNIQUES} == set(PAPERS)
-    assert all(
-        each.plan != each.without or each.shadows for each in pays.TECHNIQUES if each.cluster
-    )
+    assert all(each.plan != each.without or each.shadows for each in pays.TECHNIQUES if each.at)
     rows = read_results()["pays"]["rows"]
-    assert {(row["paper"], row["technique"]) for row in rows} == simulated
-    assert {(row["links"], row["width"], row["skew"]) for row in rows} == {
-        (links, width, skew) for links in pays.LINKS for width in pays.WIDTHS for skew in pays.SKEWS
-    }
+    found = [(row["paper"], row["technique"], row["axis"]) for row in rows]
+    assert set(found) == {(*each, axis) for each in simulated for axis in pays_page.AXES}
+    assert len(found) == len(set(found))
+
+
+def test_published_gains_stand_on_the_axes_that_there_are() -> None:
+    for technique in pays.TECHNIQUES:
+        places = set(technique.published) - {"cells"}
+        assert places <= set(pays_page.AXES)
+        gain = pays_page.published(technique)
+        assert (gain is None) == (not technique.published)
+    placed = [each for each in pays.TECHNIQUES if len(each.published) > 1]
+    assert {each.paper for each in placed} == set(PAPERS) - {"netmoe"}
 
 
 def test_pairs_differ_by_one_word_in_the_same_case() -> None:
@@ -164,33 +175,40 @@ def test_pairs_differ_by_one_word_in_the_same_case() -> None:
         {"case": "a", "plan": "s2, pipelined", "measured_seconds": 1.0, "predicted_seconds": 2.0},
         {"case": "b", "plan": "s1, pipelined", "measured_seconds": 1.0, "predicted_seconds": 2.0},
     ]
-    assert pairs(rows, "pipelined", "linear") == [(2.0, 1.5)]
+    assert pairs(rows, "pipelined", "linear") == [2.0]
     methods = [
         {"cell": 1, "method": "s2, saa", "median_seconds": 2.0},
         {"cell": 1, "method": "s2", "median_seconds": 1.0},
     ]
-    assert pairs(methods, "saa", "") == [(0.5, None)]
+    assert pairs(methods, "saa", "") == [0.5]
     on_beds = [
         row | {"cell": bed, "bed": f"{bed} 100mbit"} for bed in ("2x2", "4x4") for row in methods
     ]
     on_beds[2]["median_seconds"] = 4.0
-    assert pairs(on_beds, "saa", "", "4x4") == [(0.25, None)]
+    assert pairs(on_beds, "saa", "", "4x4") == [0.25]
 
 
-def test_a_gain_passes_one_between_two_sizes() -> None:
-    assert pays.crossovers((10, 1000), (0.5, 1.5)) == [pytest.approx(100)]
+def test_a_gain_passes_one_between_two_places() -> None:
+    assert pays.crossovers((0.2, 0.6), (0.5, 1.5)) == [pytest.approx(0.4)]
     assert pays.crossovers((10, 1000), (1.5, 1.2)) == []
     assert len(pays.crossovers((10, 100, 1000), (0.5, 1.5, 0.5))) == 2
-    common = {"least": 0.5, "most": 1.5, "links": 1, "width": 256, "skew": 0}
+    common = {"least": 0.5, "most": 1.5, "axis": "tokens"}
     rises = {"gains": [0.5, 1.5], "crossovers": [100.0], **common}
-    falls = {"gains": [1.5, 0.5], "crossovers": [100.0], **common}
-    window = {"gains": [0.5, 1.5, 0.5], "crossovers": [30.0, 300.0], **common}
+    falls = {"gains": [1.5, 0.5], "crossovers": [0.25], **common, "axis": "share"}
+    window = {"gains": [0.5, 1.5, 0.5], "crossovers": [30.0, 3000.0], **common}
     assert [crossing(each) for each in (rises, falls, window)] == [
         "from 100",
-        "up to 100",
-        "from 30 up to 300",
+        "up to 25%",
+        "from 30 up to 3,000",
     ]
-    assert in_short([rises]) == ("0.50 to 1.50", "width 256: from 100")
+
+
+def test_what_devices_of_a_node_share_they_share_in_smaller_nodes_too() -> None:
+    at = replace(ON_JOHNNY.at, ranks=2, products=4.0)
+    spec = pays.cluster("fastermoe-johnny", at)
+    assert (spec.nodes, spec.devices_per_node) == (8, 2)
+    assert [link.devices for link in spec.links] == [1, 1, 2]
+    assert spec.device.tflops.of("fp32") == 4 * 11.5e12
 
 
 def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -> None:
@@ -230,8 +248,12 @@ def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -
 def test_saa_loses_for_few_tokens_and_gains_for_many() -> None:
     """As measured: 0.6 to 0.98 with 48 tokens, 1.1 with 768 and more (published 1.09 and 1.12)."""
     saa = next(each for each in pays.TECHNIQUES if each.name == "SAA over S2")
-    bed = pays.TechniqueBed(saa, 1.0)
-    assert bed.gain(64, 256, 0.0) < 1 < bed.gain(16384, 256, 0.0)
+    small = replace(saa.at, tokens=64, width=256, hidden=512)
+    gains = [
+        pays.TechniqueBed(saa, replace(small, tokens=tokens)).found()["gain"]
+        for tokens in (64, 16384)
+    ]
+    assert gains[0] < 1 < gains[1]
 
 
 CODE = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|!\[[^\]]*\]\([^)]*\)|\*[^*\n]+\*, ")

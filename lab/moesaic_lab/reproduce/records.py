@@ -8,9 +8,10 @@ validation.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
@@ -311,6 +312,21 @@ class Book:
                 "in lab/moesaic_lab/reproduce/data"
             )
         return known.value
+
+    def ratio(self, cells: Sequence[str], values: Mapping[str, float] | None = None) -> float:
+        """Return a ratio of speeds: that of a cell, or the quotient of two cells.
+
+        Args:
+            cells: names of one or two cells.
+            values: figures to use in place of the published ones.
+        """
+        ratios = []
+        for name in cells:
+            value = self.value(name) if values is None else values[name]
+            is_gain = name in self.cells and self.cells[name].unit == "gain %"
+            ratios.append(1 + value / 100 if is_gain else value)
+        first, *others = ratios
+        return first / math.prod(others)
 
     def constant(self, name: str) -> float:
         """Return a constant's value.
