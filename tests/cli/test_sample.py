@@ -108,7 +108,7 @@ def test_a_prompt_without_a_word_is_one_line(capsys, folder):
     ("command", "seed"), [("sample", -1), ("sample", 2**70), ("check", 2**70), ("convert", 2**63)]
 )
 def test_a_seed_that_no_generator_takes_is_refused(capsys, folder, command, seed):
-    words = {"sample": [str(folder / "bytes")], "convert": ["a", "--out", "b", "--to", "hf"]}
+    words = {"sample": [str(folder / "bytes")], "convert": ["a", "b", "--to", "hf"]}
     assert main([command, *words.get(command, []), f"--seed={seed}"]) == 2
     assert f"seed={seed}: choose 0 or more" in capsys.readouterr().err
 
