@@ -287,7 +287,8 @@ def sealed_sums(folder: Path, needed: Collection[str] = ()) -> dict[str, str]:
         for name, each in sums.items():
             path = Path(name)
             is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
-            if not is_inside or not isinstance(each, str):
+            # no file can have a name with a zero or half of a surrogate pair
+            if not is_inside or not name.isprintable() or not isinstance(each, str):
                 raise ValueError("it lists what is no checksum of a file of the checkpoint")
     except FileNotFoundError:
         raise DamagedError(f"{COMPLETE} is missing, so saving was not finished") from None

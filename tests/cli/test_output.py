@@ -128,6 +128,18 @@ def test_other_commands_go_on_without_their_errors(monkeypatch, capsys):
     assert capsys.readouterr().out == "out\n"  # a machine may read it
 
 
+def test_without_output_a_command_answers_nothing(monkeypatch, capsys):
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)
+        assert main(["plan", "--help"]) == 0
+        assert main(["plan", "--no-such-flag"]) == 2
+    assert "unknown argument --no-such-flag" in capsys.readouterr().err
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        assert main(["plan", "--no-such-flag"]) == 2
+    assert capsys.readouterr().out == ""  # a machine may read it
+
+
 @pytest.mark.random
 @pytest.mark.parametrize("where", ["pipe", "full"])
 def test_a_training_outlives_the_reader_and_the_disk_of_its_log(tmp_path: Path, where: str) -> None:

@@ -102,3 +102,17 @@ def test_a_prompt_without_a_word_is_one_line(capsys, folder):
     for words in (["--prompt"], ["--prompt", ""], ["--prompt", "a", ""]):
         assert main(["sample", str(folder / "bytes"), *words]) == 2
         assert "prompt: give at least one character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "seed"), [("sample", -1), ("sample", 2**70), ("check", 2**70), ("convert", 2**63)]
+)
+def test_a_seed_that_no_generator_takes_is_refused(capsys, folder, command, seed):
+    words = {"sample": [str(folder / "bytes")], "convert": ["a", "b", "--to", "hf"]}
+    assert main([command, *words.get(command, []), f"--seed={seed}"]) == 2
+    assert f"seed={seed}: choose 0 or more" in capsys.readouterr().err
+
+
+def test_a_prompt_of_another_encoding_is_one_line(capsys, folder):
+    assert main(["sample", str(folder / "bytes"), "--prompt", "\udcff"]) == 2
+    assert "prompt: is no UTF-8" in capsys.readouterr().err

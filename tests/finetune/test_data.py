@@ -42,6 +42,11 @@ def test_a_rows_tools_reach_the_template(tmp_path, tools):
     assert rows(tmp_path / "data.jsonl", text, 5) == [[1, 7, 8, 9, 2]]
 
 
+def test_messages_come_before_text(tmp_path):
+    text = json.dumps({"text": "w5", "messages": CHAT})
+    assert rows(tmp_path / "data.jsonl", text, 3) == [[8, 9, 2]]
+
+
 @pytest.mark.parametrize("tools", [None, [], ""])
 def test_a_row_may_have_no_tools(tmp_path, tools):
     text = json.dumps({"messages": CHAT, "tools": tools})
@@ -131,6 +136,8 @@ ROLES = (
         ({"role": 7, "content": "w5"}, 'message 2 has no "role" and "content"'),
         ({"from": "human", "value": "w5"}, 'message 2 has no "role" and "content"'),
         ("w5", 'message 2 has no "role" and "content" (\'w5\')'),
+        ({"role": "user", "content": "w5", "weight": 0}, 'message 2 has "weight" 0, but all'),
+        ({"role": "user", "content": "w5", "train": False}, 'message 2 has "train" False'),
         ({"role": "user", "content": [{"type": "text", "text": "w5"}]}, "message 2, of role"),
         ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "message 2, of role"),
         ({"role": "critic", "content": CHAT[0]["content"]}, "message 2, of role 'critic'"),
@@ -192,6 +199,14 @@ def test_a_rows_options_reach_the_template(tmp_path):
     row["chat_template_kwargs"] = [1]
     line = refused(rows, tmp_path / "data.jsonl", json.dumps(row), 4, template)
     assert "line 1: the chat template refuses its messages" in line
+
+
+@pytest.mark.parametrize("field", ["images", "documents"])
+@pytest.mark.parametrize("row", [{"messages": CHAT}, {"text": "w8 w9"}])
+def test_what_is_beside_a_text_is_not_lost(tmp_path, row, field):
+    line = refused(rows, tmp_path / "data.jsonl", json.dumps(row | {field: ["w7"]}), 2)
+    assert f'line 1: has "{field}", which no text is made of' in line
+    assert rows(tmp_path / "data.jsonl", json.dumps(row | {field: []}), 3) == [[8, 9, 2]]
 
 
 @pytest.mark.parametrize("name", ["data.JSONL", "data.ndjson", "data.Json"])

@@ -126,6 +126,16 @@ def test_states_that_are_none_of_the_run_s_are_refused_in_one_line(place, run, c
     assert line.startswith(f"moesaic finetune: {checkpoint}: its states are none of this run (")
 
 
+def test_a_checkpoint_of_another_run_is_not_taken(place, run, tmp_path, capsys):
+    assert finetune(place, tmp_path / "other", "--seed", "5") == 0
+    shutil.rmtree(run / "checkpoint-4")
+    shutil.copytree(tmp_path / "other/checkpoint-4", run / "checkpoint-4")
+    assert finetune(place, run, "--resume") == 0
+    said = capsys.readouterr().err
+    assert "checkpoint-4: it is of another run: finetune.json has seed=5" in said
+    assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
 def resealed(checkpoint: Path) -> None:
     """Write the checksums of a checkpoint anew."""
     files = [path for path in checkpoint.iterdir() if path.name != COMPLETE]

@@ -1209,6 +1209,21 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
         ),
         ("torchtitan", OthersLayout(graphs=True), "does not support graphs=True: choose False"),
         (
+            "torchtitan",
+            OthersLayout(pp=2, virtual_pp=4),
+            "PyTorch's 1f1b does not support virtual_pp=4: choose 1 or 2, or give --pp",
+        ),
+        (
+            "automodel",
+            OthersLayout(pp=2, schedule="zb-h1"),
+            "PyTorch's zb-h1 does not support virtual_pp=1: choose 2, or give --pp",
+        ),
+        (
+            "torchtitan",
+            OthersLayout(pp=2, virtual_layers=3),
+            "does not support virtual_layers=3: choose 0",
+        ),
+        (
             "moesaic",
             OthersLayout(pp=2, schedule="zb-h1"),
             "does not support schedule='zb-h1': choose '1f1b', or another system",

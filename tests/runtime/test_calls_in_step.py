@@ -220,6 +220,23 @@ def test_a_broken_connection_in_one_place_keeps_its_error(monkeypatch: pytest.Mo
     assert waits.lost_message(group, 1, "", error) is error
 
 
+def averages_of_other_orders() -> list[float]:
+    """Return a gradient of each of two parts, which one rank has the other way round."""
+    mesh, _, _ = pair_of_layers()
+    parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    for number, part in enumerate(parts.values()):
+        part.weight.grad = torch.full((4, 4), float(number))
+    order = reversed(parts) if dist.get_rank() else parts
+    average_gradients(nn.ModuleDict({name: parts[name] for name in order}), mesh)
+    return [
+        float(part.weight.grad[0, 0]) for part in parts.values() if part.weight.grad is not None
+    ]
+
+
+def test_ranks_may_register_parameters_in_other_orders() -> None:
+    assert on_ranks(2, averages_of_other_orders) == [[0.0, 1.0]] * 2
+
+
 def words_after_calls() -> list[object]:
     """Return what this rank says that it does after each kind of call, and what it has left in the
     store after it told where it waits and went on."""

@@ -103,6 +103,15 @@ def test_requests_of_vllm_and_sglang(tmp_path):
     assert "SGLang responses lack the shape" in refused(opened, "sglang", bare, top_k=2)
 
 
+def test_each_response_of_a_list_is_read(tmp_path):
+    answers = [{"routed_experts": EXPERTS}, {"routed_experts": [*EXPERTS, EXPERTS[0]]}]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(answers))
+    read = opened("vllm", path)
+    expected = np.swapaxes([*EXPERTS, *EXPERTS, EXPERTS[0]], 0, 1).tolist()
+    assert [read.experts(layer, 0).tolist() for layer in (0, 1)] == expected
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_read_again(tmp_path, name):
     made = make_trace(
@@ -166,6 +175,13 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
         ("vllm", "[" * 100_000, "holds no routed experts"),
         ("megatron", "{}\n", "is not a record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
+        ("vllm", "[]", "holds no request"),
+        ("vllm", '[{"routed_experts": [[[1]]]}, 3]', "holds no routed experts"),
+        (
+            "vllm",
+            '{"choices": [{"routed_experts": [[[1]]]}, {"routed_experts": [[[0]]]}]}',
+            "it has 2 choices: ask for one, n=1",
+        ),
         (
             "vllm",
             f'{{"routed_experts": [[[{2**40}]]]}}',

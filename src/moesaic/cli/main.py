@@ -83,8 +83,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
             code = 0
         else:
             code = _command(command)(arguments)
-        if sys.stdout is not None:  # None if the process was started without one
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {in_one_line(str(error))}", file=sys.stderr)

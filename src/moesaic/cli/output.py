@@ -144,28 +144,26 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
         BrokenPipeError: within the block: its reader has gone.
     """
     ends = asks_for_help or command not in LASTING  # else it goes on
-    out = sys.stdout  # None if the process was started without one, as is standard error
-    err = sys.stderr
+    given = sys.stdout, sys.stderr  # None if the process was started without one
 
     where_else = LASTING.get(command, "")
     # `LastingStream` puts the reason in place of {}
     goes_on = f"({{}}): it goes on without{where_else}"
-    if out is not None:
+    with open(os.devnull, "w") as nowhere:
+        out, err = (stream or nowhere for stream in given)
         line = f"moesaic {command}: standard output cannot be written {goes_on}"
         if ends:
             line = "standard output cannot be written ({}): free space, or send it elsewhere"
         sys.stdout = LastingStream(out, err, line, ends=ends)
-    if err is not None:
         line = f"moesaic {command}: standard error cannot be written {goes_on}"
         # standard output of a command that ends is its answer alone: such a line stays out of it
         sys.stderr = LastingStream(err, None if ends else out, line)
 
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, LastingStream):
-                with suppress(InputError, BrokenPipeError):
-                    stream.flush()
-        sys.stdout = out
-        sys.stderr = err
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, LastingStream):
+                    with suppress(InputError, BrokenPipeError):
+                        stream.flush()
+            sys.stdout, sys.stderr = given

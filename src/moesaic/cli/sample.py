@@ -45,6 +45,8 @@ class SampleOptions:
             raise InputError(f"top-p={self.top_p}: choose a share above 0, at most 1")
         if not self.prompt or not all(self.prompt):
             raise InputError("prompt: give at least one character")
+        if any(prompt != prompt.encode(errors="replace").decode() for prompt in self.prompt):
+            raise InputError("prompt: is no UTF-8: write it in a terminal of UTF-8")
 
 
 def run(arguments: Sequence[str]) -> int:

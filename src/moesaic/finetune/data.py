@@ -26,6 +26,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields that it must write of the last message; of earlier ones it may leave them out."""
 NAMES = ("type", "id")
 """Fields whose texts a template may read instead of writing them."""
+BESIDE = ("image", "images", "video", "videos", "audio", "audios", "documents")
+"""Fields of a row that would be lost."""
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Fields of a message that say whether it is trained on; all are."""
 AT_ONCE = 1000
 """Documents that are tokenized together."""
 
@@ -83,9 +87,14 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
     Raises:
         InputError: it has neither, or the template leaves out something of it.
     """
-    if isinstance(document, dict) and isinstance(document.get("text"), str):
-        return str(document["text"])
-    if not isinstance(document, dict) or not isinstance(document.get("messages"), list):
+    row = document if isinstance(document, dict) else {}
+    for name in BESIDE:
+        if row.get(name):
+            raise InputError(f'{where}: has "{name}", which no text is made of: leave it out')
+    messages = row.get("messages")
+    if not messages and isinstance(row.get("text"), str):  # as in TRL, messages come first
+        return str(row["text"])
+    if not isinstance(messages, list):
         raise InputError(
             f'{where}: has neither "text" nor "messages" ({document!r:.60}): give it one of '
             "them, or leave it out"
@@ -148,6 +157,12 @@ def _require_message(message: Any, where: str) -> None:
         raise InputError(
             f'{where} has no "role" and "content" ({message!r:.60}): give it both, or leave it out'
         )
+    for name in WEIGHTS:
+        if message.get(name) not in (None, True):  # 1 equals True
+            raise InputError(
+                f'{where} has "{name}" {message[name]!r}, but all tokens are trained on alike: '
+                "leave it out"
+            )
 
 
 def _marked(value: Any, number: int, words: dict[str, int]) -> Any:

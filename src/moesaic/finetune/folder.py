@@ -384,6 +384,10 @@ class FinetuneFolder:
             raise DamagedError(
                 f"{TRAINER_STATE} is of step {state.global_step}: rename the folder as it was"
             )
+        described = _table(path / RUN)
+        for name, value in self._description.items():
+            if name not in ("model", "data", "ranks") and described.get(name) != value:
+                raise DamagedError(f"it is of another run: {RUN} has {name}={described.get(name)}")
         return path
 
     def _new_folder(self, kind: str) -> Path:

@@ -120,6 +120,8 @@ class FinetuneOptions:
                 f"--micro-batches-in-flight 2 halves micro-batches, and --micro-batch is "
                 f"{self.micro_batch}: choose an even one"
             )
+        if not 0 <= self.seed < 2**32:  # as numpy takes it
+            raise InputError(f"--seed {self.seed}: choose 0 or more, below 2**32")
         if not 0 < self.learning_rate < 1:
             raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
 

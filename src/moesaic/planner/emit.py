@@ -738,9 +738,14 @@ def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> l
 
 def _schedule_name(layout: OthersLayout) -> str:
     """Return the PyTorch name of the pipeline schedule of a layout."""
-    # of two names of a schedule the last one is for several runs per rank
-    names = [name for name, each in TORCH_SCHEDULES.items() if each[0] == layout.schedule]
-    return names[-1] if layout.virtual_pp > 1 else names[0]
+    name_of = {each: name for name, each in TORCH_SCHEDULES.items()}
+    runs = [runs for schedule, runs in name_of if schedule == layout.schedule]
+    if layout.virtual_pp not in runs:
+        raise InputError(
+            f"emit: PyTorch's {layout.schedule} does not support virtual_pp={layout.virtual_pp}: "
+            f"choose {' or '.join(map(str, runs))}, or give --pp for the system's best layout"
+        )
+    return name_of[layout.schedule, layout.virtual_pp]
 
 
 def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
@@ -772,7 +777,14 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
 
 PYTORCH = tuple(TORCH_SCHEDULES.values())
 """Pipeline schedules of PyTorch."""
-OF_PYTORCH = (("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS)
+OF_PYTORCH = (
+    ("etp", 1),
+    ("mtp", 0),
+    ("virtual_layers", 0),
+    ("overlapped", False),
+    ("graphs", False),
+    *WHOLE_BLOCKS,
+)
 """What torchtitan and NeMo Automodel lack, in the form of `System.lacks`."""
 SELECTIVE: tuple[tuple[Part, ...], ...] = (
     (),

@@ -118,7 +118,8 @@ def _average_parameters(
     in `dtype`; see `average_gradients`."""
     expert_ids = {id(parameter) for parameter in expert_parameters(module)}
     buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
-    for parameter in module.parameters():
+    # by name, since ranks may have registered them in different orders
+    for _, parameter in sorted(module.named_parameters()):
         is_expert = id(parameter) in expert_ids
         is_averaged = experts if is_expert else dense
         if not is_averaged or not parameter.requires_grad:

@@ -84,8 +84,7 @@ def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
     null in place of a text."""
     start = data.lstrip(b"\xef\xbb\xbf \t\r\n")  # without a byte order mark and white space
     is_list = suffix_of(path) != LINES and start.startswith(b"[")
-    number = 1
-    part: Any = data  # the row or line that the error names
+    part: Any = data  # the row or line that the error names; a list that does not parse has none
     try:
         for number, part in enumerate(parsed(data) if is_list else data.splitlines(), start=1):  # noqa: B007
             if is_list:
@@ -98,6 +97,8 @@ def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
                 continue
             yield text.encode("utf-8", errors="surrogatepass")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        if is_list and part is data:
+            raise InputError(f"data: {path}: is no list of JSON ({error}): correct it") from error
         kind = "row" if is_list else "line"
         # the text of a line without the b of its bytes
         shown = str(part[:60])[1:] if isinstance(part, bytes) else f"{part!r:.60}"

@@ -50,11 +50,12 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     """
     listed = entries(path, typed=True) if path.is_dir() else [path]
     files = [item for item in listed if item.suffix in (".npy", ".json")]
-    if not files:
+    requests = [experts for file in files for experts in _requests(file, options)]
+    if not requests:
         raise InputError(
-            f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned"
+            f"trace {path}: holds no request in a .npy or .json file: name what vLLM or SGLang "
+            "returned"
         )
-    requests = [_request(file, options) for file in files]
     if len({experts.shape[1:] for experts in requests}) > 1:
         raise InputError(
             f"trace {path}: its requests have different layers or top-k: keep those of one model"
@@ -102,38 +103,41 @@ def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.
                 yield f"step{step:06d}-{micro}-{number:04d}", sequence_experts
 
 
-def _request(file: Path, options: ReadOptions) -> np.ndarray:
-    """Read the experts of one request, (tokens, layers, top_k) int64."""
+def _requests(file: Path, options: ReadOptions) -> list[np.ndarray]:
+    """Read the experts of each request in a file, (tokens, layers, top_k) int64."""
     try:
         if file.suffix == ".npy":
-            experts = read_array(file)
+            requests = [read_array(file)]
         else:
-            answer = json.loads(read_text(file))
-            parts = []
-            for name in (PROMPT, FIELD):
-                value = _field(answer, name)
-                if value:
-                    parts.append(_array(value, answer, options))
-            experts = np.concatenate(parts)
+            found = json.loads(read_text(file))
+            answers = found if isinstance(found, list) else [found]
+            requests = [_request(answer, options) for answer in answers]
     except DAMAGED as error:
         raise InputError(
             f"trace {file}: holds no routed experts ({error}): name what vLLM or SGLang returned"
         ) from error
-    if experts.ndim != 3 or experts.dtype.kind not in "iu":
-        raise InputError(
-            f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, "
-            "layers, top_k)"
-        )
-    return experts.astype(np.int64)
+    for experts in requests:
+        if experts.ndim != 3 or experts.dtype.kind not in "iu":
+            raise InputError(
+                f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, "
+                "layers, top_k)"
+            )
+    return [experts.astype(np.int64) for experts in requests]
+
+
+def _request(answer: Any, options: ReadOptions) -> np.ndarray:
+    """Return the experts of a response, (tokens, layers, top_k)."""
+    choices = answer.get("choices") or []
+    if len(choices) > 1:  # their numbers of tokens are counted together
+        raise ValueError(f"it has {len(choices)} choices: ask for one, n=1")
+    values = [_field(answer, name) for name in (PROMPT, FIELD)]
+    return np.concatenate([_array(value, answer, options) for value in values if value])
 
 
 def _field(answer: Any, name: str) -> Any:
-    """Return a field of the response, of its meta_info, of its first choice, or of their sgl_ext;
-    None if it is missing. A list of responses stands for its first one."""
-    if isinstance(answer, list):
-        answer = answer[0] if answer else {}
-    choices = answer.get("choices") or []
-    places = [answer, answer.get("meta_info"), *choices[:1]]
+    """Return a field of the response, of its meta_info, of its only choice, or of their sgl_ext;
+    None if it is missing."""
+    places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])]
     places += [place.get("sgl_ext") for place in places if isinstance(place, dict)]
     for place in places:
         if isinstance(place, dict) and place.get(name):
@@ -155,7 +159,7 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
     if data.startswith(MAGIC):
         return array_of(io.BytesIO(data), len(data))
     flat = np.frombuffer(data, dtype="<i4")
-    if isinstance(answer, dict) and "shape" in answer:
+    if "shape" in answer:
         return flat.reshape(answer["shape"])
     prompt_tokens = _field(answer, "prompt_tokens")
     generated_tokens = _field(answer, "completion_tokens")
