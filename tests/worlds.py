@@ -29,6 +29,13 @@ PRELOAD = (
     "moesaic.train.presets",
     "moesaic.kernels.by_expert",
     "moesaic.runtime.graph_breaks",
+    "moesaic.routing.routers.base",
+    "moesaic.routing.routers.expert_choice",
+    "moesaic.routing.routers.gshard",
+    "moesaic.routing.routers.noisy",
+    "moesaic.testing.certify",
+    "moesaic_lab.balance.tracked_memory",
+    "moesaic_lab.paper_train.command",
 )
 """Modules that ranks of tests and commands import, in addition to those of
 `moesaic.testing.runner`."""
@@ -36,7 +43,13 @@ HUB = (
     "transformers.trainer",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
     "moesaic.transformers",
+    "moesaic.weights.load",
+    "moesaic.cli.finetune",
+    "moesaic.finetune.recipe",
+    "moesaic_lab.forked_hub",
+    "moesaic_lab.hf",
     "peft",
     "datasets",
 )
