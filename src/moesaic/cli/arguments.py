@@ -78,11 +78,16 @@ def parse(
         nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
         help_flag = "--help-all" if usual else "--help"
         raise InputError(f"unknown argument {unknown[0]}{nearest}; {help_flag} lists all")
-    seed = getattr(parsed, "seed", 0)
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed}: choose 0 or more, below 2**63")
+    _check_seed(parsed)
     result: T = parsed
     return result
+
+
+def _check_seed(options: Any) -> None:
+    """Raise InputError if options have a seed that torch does not take."""
+    seed = getattr(options, "seed", 0)
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed}: choose 0 or more, below 2**63")
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str | None:

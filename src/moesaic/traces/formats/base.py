@@ -98,30 +98,14 @@ def tokens_segment(
             twice.
     """
     _, accumulation, layers, tokens, top_k = table.shape
-    least_experts = int(table.max(initial=0)) + 1
     if num_experts is None:
-        num_experts = max(least_experts, top_k)  # a token has top_k different ones
+        num_experts = max(int(table.max(initial=0)) + 1, top_k)  # a token has top_k different ones
     if num_experts > MOST_EXPERTS:
         raise InputError(
             f"trace: {num_experts:,} experts in a layer are not possible, at most "
             f"{MOST_EXPERTS:,} are: correct the file"
         )
-    if table.min(initial=0) < 0:
-        raise InputError(
-            f"trace: it has expert {table.min()}, as recorders write for padding and for dropped "
-            "copies, which have no expert: record tokens without padding, or leave those tokens "
-            "out"
-        )
-    if num_experts < least_experts:
-        raise InputError(
-            f"trace: its experts are numbered up to {least_experts - 1}: give --num-experts "
-            f"{least_experts} or more"
-        )
-    if (np.diff(np.sort(table, axis=-1)) == 0).any():
-        raise InputError(
-            "trace: a token has an expert twice, as padding has, of 0 or of -1 without a sign: "
-            "record tokens without padding, or leave those tokens out"
-        )
+    _check_experts(table, num_experts)
     shape = TraceShape(
         num_layers=layers,
         num_experts=num_experts,
@@ -138,6 +122,27 @@ def tokens_segment(
         groups=sequences,
         source=source,
     )
+
+
+def _check_experts(table: np.ndarray, num_experts: int) -> None:
+    """Raise InputError, as `tokens_segment` does, for experts that do not exist or come twice."""
+    if table.min(initial=0) < 0:
+        raise InputError(
+            f"trace: it has expert {table.min()}, as recorders write for padding and for dropped "
+            "copies, which have no expert: record tokens without padding, or leave those tokens "
+            "out"
+        )
+    least_experts = int(table.max(initial=0)) + 1
+    if num_experts < least_experts:
+        raise InputError(
+            f"trace: its experts are numbered up to {least_experts - 1}: give --num-experts "
+            f"{least_experts} or more"
+        )
+    if (np.diff(np.sort(table, axis=-1)) == 0).any():
+        raise InputError(
+            "trace: a token has an expert twice, as padding has, of 0 or of -1 without a sign: "
+            "record tokens without padding, or leave those tokens out"
+        )
 
 
 def counts_segment(
