@@ -66,10 +66,10 @@ def headlines_of(paper: str, results: Mapping[str, Any]) -> str:
         _, slow, _ = about
         lines += [of_bed(book, *about, each) for each in slow.headlines]
         for part in slow.parts:
-            ratios = [found(each, part, about[2]) for each in about[:2]]
+            full, slower = (found(each, part, about[2]) for each in about[:2])
             simulated = book.ratio(part.cells, ours) if part.cells else None
             line = of_bed(book, *about, part)
-            lines.append(replace(line, verdict=reason(*ratios, simulated)))
+            lines.append(replace(line, verdict=reason(full, slower, simulated)))
     if paper == "fastermoe":
         lines += of_gates(book, results["gates_loss"]["rows"])
     lines += of_simulator(book, paper, ours)

@@ -29,7 +29,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model, stay_home
+from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model
+from moesaic_lab.reproduce.fastermoe_model import stay_home
 
 SEED = 1
 RANKS = 16
@@ -202,7 +203,8 @@ def along(technique: Technique, axis: str, values: Sequence[float]) -> dict[str,
     assert technique.at is not None
     found = []
     for value in values:
-        here = TechniqueBed(technique, replace(technique.at, **{axis: value})).found()
+        changed: dict[str, Any] = {axis: value}
+        here = TechniqueBed(technique, replace(technique.at, **changed)).found()
         # Shares and loads follow from what is set.
         place = here["share"] if axis == "products" else here.get(axis, value)
         found.append((place, here["gain"]))
