@@ -1294,7 +1294,7 @@ def test_the_worked_example_of_the_docs_is_what_the_code_gives() -> None:
     }
     names = {
         "attention": "attention",
-        "output": "unembed",
+        "unembed": "unembed",
         "launches": "launches",
         "MoE layers, forward": "moe forward",
         "MoE layers, backward": "moe backward",

@@ -823,6 +823,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "moesaic": System(
         write=_moesaic,
+        version="moesaic train --config MODEL.toml",
         offers=Offers(sharded="parameters"),
         lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), ("graphs", False), *WHOLE_BLOCKS),
     ),
