@@ -472,7 +472,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     text = printed(capsys.readouterr().out)
     for words in (
         "tokens/s and device (",
-        "by published steps), a step of 4,194,304 tokens in",
+        "by published steps), a step of 262,144 tokens in",
         "MFU",
         "change first: ",
         "a MaxVio of 1 (one rank's experts get 2 times their share in every layer) makes a step",
@@ -486,13 +486,14 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     ):
         assert words in text
     assert ": :" not in text
+    assert "sequences, not of" not in text, "both have the batch of the flags"
     best = re.search(r"^ 1 +([\d,]+\.\d\d) ", text, re.MULTILINE)[1]
     said = re.search(
         r"tokens in ([\d,.]+) s \((\S+) ms simulated; published \S+ take (\S+) t", text
     )
     step, simulated, longer = (float(each.replace(",", "")) for each in said.groups())
     assert said[2] == best, "the ranking's step is the simulated one"
-    assert step == pytest.approx(simulated / 1e3 * longer, rel=0.01)
+    assert step == pytest.approx(simulated / 1e3 * longer, rel=0.01, abs=0.005)
     first = next(line for line in text.splitlines() if line.startswith("change first: "))
     assert " times the speed" in first
     assert ": 0." not in first, "what slows a step down is no change to begin with"

@@ -234,7 +234,7 @@ def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
         "--hidden-dropout 0.1",
         "--attention-backend unfused",
         "--fim-data",
-        "--parallelism.data_parallel_shard_degree 4",
+        "--compile.enable",
         "--moe-token-dispatcher-types alltoall",
     ],
 )
@@ -273,9 +273,24 @@ def test_flags_that_say_what_is_assumed_are_not_named() -> None:
     flags = (
         "--expert-model-parallel-size=8 --optimizer adam --transformer-impl=transformer_engine "
         "--attention-backend flash --hidden-dropout 0.0 --parallelism.data_parallel_shard_degree "
-        "-1 --save-interval 100 --data_path 0.3 a 0.7 b"
+        "-1 --save-interval 100 --data_path 0.3 a 0.7 b --no-masked-softmax-fusion "
+        "--attention-softmax-in-fp32"
     )
     assert unread_flags(flags, QWEN) == []
+
+
+def test_a_degree_of_sharding_is_that_of_the_ranks_or_refused() -> None:
+    split = (
+        "--parallelism.expert_parallel_degree 8 --parallelism.tensor_parallel_degree 2 "
+        "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree"
+    )
+    assert unread_flags(f"{split} 8", QWEN) == []
+    assert from_flags(f"{split} -1").shards == 0
+    assert seconds(from_flags(f"{split} 8")) == seconds(from_flags(f"{split} -1"))
+    with pytest.raises(
+        InputError, match=r"shard_degree 16: tp, cp and pp leave 16 of 32 .*: give 8, or -1"
+    ):
+        seconds(from_flags(f"{split} 16"))
 
 
 @pytest.mark.parametrize(
@@ -1279,7 +1294,7 @@ def test_the_worked_example_of_the_docs_is_what_the_code_gives() -> None:
     }
     names = {
         "attention": "attention",
-        "output": "unembed",
+        "unembed": "unembed",
         "launches": "launches",
         "MoE layers, forward": "moe forward",
         "MoE layers, backward": "moe backward",

@@ -174,3 +174,17 @@ def test_remedies_keep_to_a_given_number_of_stages() -> None:
     assert "no stages (without --pp)" in found
     (device,) = (each for each in found.values() if each.what.startswith("devices of"))
     assert device.num_bytes == pytest.approx(refusal.value.num_bytes)
+
+
+def test_devices_that_fit_are_those_of_the_smallest_layout_of_any_number_of_stages() -> None:
+    recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
+    staged = replace(FEW, most_stages=2)
+    with pytest.raises(TooLargeError) as refusal:
+        search(recomputed, on(12.0), staged)
+    (device,) = (
+        each for each in remedies(recomputed, on(12.0), staged) if each.what.startswith("devices")
+    )
+    assert device.num_bytes == pytest.approx(refusal.value.num_bytes)
+    enough = refusal.value.num_bytes * FRAGMENTED / GIB + staged.reserve_gib
+    assert device.what.startswith(f"devices of {math.ceil(enough)} GiB")
+    assert search(recomputed, on(math.ceil(enough)), staged).best.memory.total > 0

@@ -139,7 +139,7 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
             Grid(world=4, ep=2, etp=2),
             r"clashes with plan\.gather_weights.*leave it unset",
         ),
-        (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2'?: choose s1"),
+        (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2(, backward)?: choose s1"),
         (Plan(schedule="s3"), GRID, r"needs plan\.schedule=s1.*choose s1"),
         (Plan(schedule="baseline"), GRID, r"needs plan\.schedule=s1.*choose s1"),
         (Plan(schedule="ted"), GRID, r"needs plan\.schedule=s1.*choose s1"),

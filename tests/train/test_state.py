@@ -201,7 +201,9 @@ def test_resuming_uses_the_tokenizer_of_the_run_or_the_checkpoints_where_that_wa
 def test_resuming_where_nothing_is_starts_a_run(tmp_path):
     (tmp_path / "run").mkdir()
     for _ in range(2):
-        assert run_quietly(tiny(tmp_path, steps=1, existing="resume"))[0].step == 1
+        result, said = run_quietly(tiny(tmp_path, steps=1, existing="resume"))
+        assert result.step == 1
+        assert "starts at step 0" in " ".join(said.split())
         shutil.rmtree(tmp_path / "run" / "checkpoints")
 
 

@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.cli.arguments import joined, parse
 from moesaic.cli.plan_rank import PlanOptions, ranked
@@ -16,7 +16,8 @@ class ExplainOptions(PlanOptions):
     """Options of `moesaic plan explain`."""
 
     flags: str = ""
-    """Megatron or torchtitan flags of a layout of your own, in quotes."""
+    """Megatron or torchtitan flags of a layout of your own, in quotes. Their global batch is also
+    that of the best layout, unless --batch-size or --accumulation is given."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,5 +36,10 @@ def run(arguments: Sequence[str]) -> int:
     simulator = options.simulator()
     options.require_writable()
     job = options.job(simulator.cluster)
-    options.layout_of(options.flags, job, simulator.cluster)  # refuses it before the search
+    # called before the search for what it refuses, too
+    layout = options.layout_of(options.flags, job, simulator.cluster)
+    if layout.global_batch and options.batch_size is options.accumulation is None:
+        # the best layout is then that for as many sequences
+        options = replace(options, accumulation=max(1, layout.global_batch // job.batch_size))
+        job = options.job(simulator.cluster)
     return ranked(options, job, simulator, options.flags)

@@ -169,12 +169,15 @@ def _lines(
     yield f"{where}:"
     yield f"    {_command(model, cluster, found, sizes)}"
 
+    gains = [change for change in changes if change.speedup > 1.005]
+    if not gains:
+        return
     name, best = _best(found)
     yield (
         "what would change most, each predicted again, as tokens/s of what is recommended then "
         f"over the {best.tokens_per_second:,.0f} of {in_words(name, ranks)} now:"
     )
-    for change in changes[:6]:
+    for change in gains[:6]:
         needs = f"{in_words(change.split, ranks)}, {change.bytes / GIB:.1f} GiB"
         if not change.fits:
             needs += ", does not fit"

@@ -328,6 +328,9 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     if ours is not None:
         gain = ours.tokens_per_second / speed.tokens_per_second
         compared = f"{gain:.2f} times as much" if gain > 1 else f"only {gain:.2f} of it"
+        of_best = job.batch_size * job.accumulation
+        if sequences != of_best:
+            compared += f", in steps of {of_best:,} sequences, not of {sequences:,} as yours"
         yield f"the layout above reaches {compared}"
 
 

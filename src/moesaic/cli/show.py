@@ -200,7 +200,8 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
         return 0
     policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
-    print(in_one_line(f"{compiled.forward.name}{policy} on {_where(cluster, grid)}"))
+    where = f"{_where(cluster, grid)}: {name_of(grid)}"
+    print(in_one_line(f"{compiled.forward.name}{policy} on {where}"))
     print(folded(in_one_line(_whose(options, of_file))))
     console = Console(width=max(Console().width, NARROWEST))
     console.print(

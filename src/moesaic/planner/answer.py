@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -334,16 +335,17 @@ def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> l
 def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
     """Return the bytes per rank of the smallest layout; None if the job fits no mesh."""
     simulator = Simulator(cluster)
-    try:
-        split = WHOLE
-        if settings.pp is not None:
-            (split,) = split_choices(job, cluster, settings.most_stages, settings.pp)
-        grids = layouts(split.of(job), cluster, settings.pins, split.pp)
-        models = [_leanest(job, grid, split, simulator) for grid in grids]
-        _, num_bytes = smallest_layout(models)
-    except InputError:
-        return None
-    return num_bytes
+    splits = [WHOLE]
+    sizes = []
+    with suppress(InputError):
+        if settings.most_stages:
+            splits = split_choices(job, cluster, settings.most_stages, settings.pp)
+        for split in splits:
+            with suppress(InputError):
+                grids = layouts(split.of(job), cluster, settings.pins, split.pp)
+                models = [_leanest(job, grid, split, simulator) for grid in grids]
+                sizes.append(smallest_layout(models)[1])
+    return min(sizes, default=None)
 
 
 def _leanest(job: Job, grid: Grid, split: JobSplit, simulator: Simulator) -> SplitCostModel:

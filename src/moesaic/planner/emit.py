@@ -115,8 +115,8 @@ SUBCOMMAND = re.compile(r"(?<![\w-])(?:--)?activation[-_]checkpoint:")
 """`RECOMPUTE` as somebody may write it."""
 
 
-def _batch_or_default(word: str) -> int:
-    """Return a global batch, 0 for torchtitan's default of -1."""
+def _size_or_default(word: str) -> int:
+    """Return a size, 0 for torchtitan's default of -1."""
     return 0 if word == "-1" else int(word)
 
 
@@ -129,8 +129,9 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.expert-parallel-degree": ("ep", int),
     "parallelism.expert-tensor-parallel-degree": ("etp", int),
     "parallelism.data-parallel-replicate-degree": ("replicas", int),
+    "parallelism.data-parallel-shard-degree": ("shards", _size_or_default),
     "training.local-batch-size": ("local_batch", int),
-    "training.global-batch-size": ("global_batch", _batch_or_default),
+    "training.global-batch-size": ("global_batch", _size_or_default),
     "activation-checkpoint.mode": ("recompute", MODES),
 }
 """Flags of torchtitan that define a layout, in the form of `MEGATRON`."""
@@ -822,6 +823,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "moesaic": System(
         write=_moesaic,
+        version="moesaic train --config MODEL.toml",
         offers=Offers(sharded="parameters"),
         lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), ("graphs", False), *WHOLE_BLOCKS),
     ),

@@ -88,8 +88,9 @@ RUNNING = (
 )
 """How processes find each other."""
 ASSUMED = (
-    "bf16 fp16 moe-grouped-gemm moe-permute-fusion moe-router-padding-for-fp8 "
-    "moe-token-drop-policy no-check-for-nan-in-loss-and-grad sequence-parallel "
+    "attention-softmax-in-fp32 bf16 fp16 moe-grouped-gemm moe-permute-fusion "
+    "moe-router-padding-for-fp8 moe-token-drop-policy no-check-for-nan-in-loss-and-grad "
+    "no-masked-softmax-fusion sequence-parallel "
     "training.disable-cuda-graphs use-flash-attn"
 )
 """What predictions assume: 16-bit and grouped products, fused attention and permutation, sequence
@@ -116,7 +117,6 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "moe-router-dtype": ("fp32", "fp64"),
     "optimizer": ("adam", "adamw"),
     "optimizer.name": ("Adam", "AdamW"),
-    "parallelism.data-parallel-shard-degree": ("-1",),
     "parallelism.enable-async-tensor-parallel": ("false", "False"),
     "training.mixed-precision-param": ("bfloat16",),
     "training.mixed-precision-reduce": ("float32",),

@@ -104,6 +104,8 @@ class OthersLayout:
     """See `StepModel.sharded`."""
     replicas: int = 1
     """See `StepModel.replicas`."""
+    shards: int = 0
+    """Ranks over which a replica is sharded, besides tp, cp and pp; 0: all that these leave."""
     precision: Precision = "bf16"
     """Precision of matrix products with parameters."""
     all_to_all: AllToAll = "linear"
@@ -162,7 +164,7 @@ class OthersLayout:
             for word in chosen:
                 if word not in known:
                     raise InputError(f"layout: {name}={word!r}: choose from {', '.join(known)}")
-        may_be_zero = ("global_batch", "local_batch", "virtual_layers", "mtp")
+        may_be_zero = ("global_batch", "local_batch", "shards", "virtual_layers", "mtp")
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in may_be_zero else 1
@@ -311,6 +313,11 @@ def _micro_batches(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> int:
             f"{layout.ep}, etp {layout.etp}: their products must divide the ranks"
         )
     groups = world // split
+    if layout.shards and layout.shards * layout.replicas != groups:
+        raise InputError(
+            f"data_parallel_shard_degree {layout.shards}: tp, cp and pp leave {groups} of {world} "
+            f"ranks to {layout.replicas} replicas: give {groups // layout.replicas}, or -1"
+        )
     batch = layout.sequences(world)
     if batch % (groups * layout.micro_batch):
         raise InputError(

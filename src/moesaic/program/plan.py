@@ -77,8 +77,8 @@ class StaticPlan:
     multicast: a token is sent once to each node, and there once to each rank; deepep: DeepEP
     kernels, if installed (GPUs, s1, tp and etp 1, no other option of the plan)."""
     codec: Codec = NO_CODEC
-    """Codec of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp with its
-    bits per value (zfp:12); docs/codecs.md gives the error of each."""
+    """Codec of rows that cross ep in the forward pass, such as int8 or zfp:12; an unknown name is
+    answered with all. docs/codecs.md gives the error of each."""
     backward_codec: Codec = NO_CODEC
     """Codec of gradients that cross ep in the backward pass."""
     order: Order = "optsche"

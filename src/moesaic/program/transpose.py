@@ -60,7 +60,7 @@ def transpose(program: Program) -> Program:
         transposition.slots[name] = program.slot(name)
     given = tuple(cotangent(name) for name in program.outputs)
     return Program(
-        name=f"{program.name}{SUFFIX}",
+        name=f"{program.name}, backward",
         slots=tuple(transposition.slots.values()),
         tasks=tuple(transposition.tasks),
         inputs=given + saved_names,

@@ -389,11 +389,14 @@ def _claim_folder(
             f"{folder} holds a run already: pass --existing resume, --existing "
             "replace, or another --out"
         )
-    if not holds_run:
+    if holds_run:
+        claim.claim()
+    else:
         require_writable(folder, "--out", makes_parents=True)
+    if not is_resuming:
         return None
-    claim.claim()
-    if not is_resuming or not list_checkpoints(folder / CHECKPOINTS):
+    if not holds_run or not list_checkpoints(folder / CHECKPOINTS):
+        say(f"no intact checkpoint in {folder}: starts at step 0")
         return None
     announce(f"{folder.name}: reading the newest checkpoint")
     saved = load_checkpoint(folder / CHECKPOINTS, say)
