@@ -522,7 +522,7 @@ def test_a_layout_is_printed_in_the_words_of_another_system(system, words, hub, 
 def test_somebodys_layout_is_printed_in_the_words_of_another_system(hub, capsys):
     flags = (
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble "
-        "--micro-batch-size 2"
+        "--micro-batch-size 2 --num-virtual-stages-per-pipeline-rank 2"
     )
     assert main([*under(hub, "emit", "torchtitan"), "--ep", "8", "--flags", flags]) == 0
     printed = capsys.readouterr().out

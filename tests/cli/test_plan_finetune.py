@@ -272,7 +272,7 @@ def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
     for flag in (["--ep", "2"], ["--allow-lossy"], ["--reserve-gib", "2"]):
         assert f"unknown argument {flag[0]}" in refused([*command, *flag], capsys)
     assert "--rank 0: must be at least 1" in refused([*command, "--rank", "0"], capsys)
-    assert "config.json of one" in refused(
+    assert "give a model's config.json or its folder" in refused(
         ["plan", "finetune", "--model", "demo", "--cluster", "2x4090-pcie"], capsys
     )
 

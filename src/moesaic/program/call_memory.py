@@ -12,8 +12,7 @@ scratch memory (what a kernel allocates and frees) of an expert task. A packet i
 sends another in an all-to-all, encoded by a codec.
 
 The result lives to the end of the backward pass, since what reads it may keep it. Not counted:
-memory allocated before the call (input, parameters, gradient of the result), and what the router
-has beside the choice of experts.
+memory allocated before the call (input, parameters, gradient of the result), and the router.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy as np
 
 from moesaic.codecs import DTYPES, codec_spec, is_coded
 from moesaic.program.expert_sizes import ExpertSizes, Phase
-from moesaic.program.joined_messages import bundles
 from moesaic.program.layouts import ends_of, move_of
 from moesaic.program.life import Step, kept, life_of
 from moesaic.program.row_counts import AbstractRowCounts, AbstractRowsMoved, HopRows
@@ -41,9 +39,6 @@ POSITION = 24
 that leave, and its token."""
 CALL = 1024
 """Bytes of small tensors of a call, such as the ends of experts' rows."""
-CHOICE = 28
-"""Bytes of a copy in the routing of a call: its token, its expert and its place among those of the
-token, int64, and its weight in float32."""
 ALLOCATED_BEFORE = ("x", "w", "b")
 """Inputs that are alive before a call."""
 CODED_ROWS = 4096
@@ -222,7 +217,7 @@ class _Walk:
         terms: _Terms,
         earlier: _Walk | None = None,
     ) -> None:
-        self.bytes_of = terms.bytes_of
+        self._bytes_of = terms.bytes_of
         """Returns `Bytes` of one term, given the term and its bytes per row."""
         self.program = program
         self.mesh = mesh
@@ -233,14 +228,6 @@ class _Walk:
         self.slots = {slot.name: slot for slot in program.slots}
         self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
         """By lowered movement, given by its source and target slot, the codec of its rows."""
-        self._beside = {
-            name
-            for numbers in bundles(program)
-            if len(numbers) > 1
-            for number in numbers
-            for name in program.tasks[number].writes
-        }
-        """Slots that arrive in messages beside others."""
         lanes = {task.lane for task in program.tasks if task.op in (Op.MOVE, Op.HOP)}
         self.slowest = Lane.INTER if Lane.INTER in lanes else Lane.INTRA
         """The lane whose messages take longest; deferred products run while these are in flight."""
@@ -248,14 +235,14 @@ class _Walk:
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
         slot = self.slots[name]
-        return self.bytes_of(slot.layout, self._row_bytes(slot))
+        return self._bytes_of(slot.layout, self._row_bytes(slot))
 
     def kept_inside(self, task: Task) -> Bytes:
         """Return the bytes that an expert task keeps for backward besides its input."""
         read = [self.slots[name] for name in task.reads]
         rows = next(slot for slot in read if slot.kind is Kind.ROWS)
         numbers_per_row = self.experts.kept * self._shards(task)
-        return self.bytes_of(rows.layout, numbers_per_row * self.experts.element_bytes)
+        return self._bytes_of(rows.layout, numbers_per_row * self.experts.element_bytes)
 
     def _shards(self, task: Task) -> int:
         """Return how many shards of the hidden width an expert task computes."""
@@ -279,7 +266,7 @@ class _Walk:
             places_x=places_x,
             phase=phase,
         )
-        return self.bytes_of(scratch, 1)  # alive once; `_term_rows` gives its bytes
+        return self._bytes_of(scratch, 1)  # alive once; `_term_rows` gives its bytes
 
     def _order_of(self, name: str) -> tuple[bool, bool]:
         """Return whether rows lie in another order than the experts', and whether their gradients
@@ -299,9 +286,8 @@ class _Walk:
             return False, False
         if self.stays(writer):  # rows lie as in the source
             return self._order_of(writer.reads[0])
-        # Unless rows arrive in the slot's order, with nothing beside them, they are read in the
-        # order in which they arrived.
-        _, _, in_place = self.messages(writer, joined=name in self._beside)
+        # Unless rows arrive in the slot's order, they are read in the order in which they arrived.
+        _, _, in_place = self.messages(writer, joined=False)
         return not in_place, not in_place
 
     def _row_bytes(self, slot: Slot) -> int:
@@ -351,19 +337,19 @@ class _Walk:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
             sent_rows = HopRows(move, task.link, task.group, task.hop, arrives=False)
             received_rows = sent_rows._replace(arrives=True)
-            packets_sent = self.bytes_of(sent_rows, row_bytes)
-            return packets_sent, self.bytes_of(received_rows, row_bytes), False
+            packets_sent = self._bytes_of(sent_rows, row_bytes)
+            return packets_sent, self._bytes_of(received_rows, row_bytes), False
         sent, received = self.mesh.messages(move)
         # `uses` is how often each row of the slot occurs in messages.
         to_send: Bytes = {}
         sends_slot = not joined and sent.is_whole  # the slot itself
         if sent.uses and not sends_slot:
-            to_send = self.bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+            to_send = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
         if source.layout.flow == "weights":  # packed into rows first
             to_send = _total_bytes([to_send, self.slot_bytes(task.reads[0])])
         to_receive: Bytes = {}
         if received.uses:
-            to_receive = self.bytes_of(target.layout, self._row_bytes(target) * received.uses)
+            to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return to_send, to_receive, not joined and received.is_whole
 
     def _summand_bytes(self, name: str) -> Bytes:
@@ -380,7 +366,7 @@ class _Walk:
         # one after the other. The larger one joins the matrices that read the token: all but the
         # last. A row of the slot is a hidden unit.
         bytes_per_unit = (experts.matrices - 1) * experts.dim * experts.element_bytes
-        return self.bytes_of(slot.layout, bytes_per_unit)
+        return self._bytes_of(slot.layout, bytes_per_unit)
 
     def stays(self, task: Task) -> bool:
         """Return whether a move leaves all rows where they are, on every rank."""
@@ -403,7 +389,7 @@ class _Walk:
         is_smaller = coded < self.coded(source, "")
         if not is_smaller:
             return packets
-        return _total_bytes([packets, self.bytes_of(source.layout, coded)])
+        return _total_bytes([packets, self._bytes_of(source.layout, coded)])
 
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and
@@ -413,25 +399,21 @@ class _Walk:
             return self.scratch_of_experts(task, "forward")
         if task.op is Op.EXPERT_GRAD:
             return self.scratch_of_experts(task, "backward")
-        if task.op is Op.COMBINE and size < WIDE:  # sums in float32
-            return self.bytes_of(self.slots[task.writes[0]].layout, self.experts.dim * WIDE)
+        if task.op is Op.COMBINE and size < WIDE:  # in float32: copies of the rows, and their sums
+            rows = task.reads[0]
+            tokens = self.slots[task.writes[0]].layout
+            float32_row = self.experts.dim * WIDE
+            row_bytes = float32_row
+            is_gathered, _ = self._order_of(rows)
+            if is_gathered:  # a copy in the experts' order
+                row_bytes += self.experts.dim * size
+            row_sums = self._bytes_of(tokens, float32_row)
+            return _total_bytes([self._bytes_of(self.slots[rows].layout, row_bytes), row_sums])
         if task.op is Op.UNPACK:  # decoded rows, before they are in their places
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:  # a stack of what is added
             return _total_bytes([self._summand_bytes(name) for name in task.reads])
         return {}
-
-    def widened(self, task: Task) -> Bytes:
-        """Return the bytes of copies of rows that a COMBINE task sums in float32; they are freed
-        before its result is made."""
-        experts = self.experts
-        if experts.element_bytes >= WIDE:
-            return {}
-        rows = task.reads[0]
-        is_gathered, _ = self._order_of(rows)
-        # in float32; and, of rows that lie in another order, a copy in that of the experts
-        number_bytes = WIDE + is_gathered * experts.element_bytes
-        return self.bytes_of(self.slots[rows].layout, experts.dim * number_bytes)
 
 
 class _Flight(NamedTuple):
@@ -478,8 +460,6 @@ class _Alive:
         for name in program.inputs:
             if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX):
                 self._add(name, walk.slot_bytes(name))
-        if "x" in program.inputs:  # a forward program, during which the routing is held
-            self._add("choice", walk.bytes_of(walk.slots["gates"].layout, CHOICE))
         for task in program.tasks:
             if task.op is Op.EXPERT_GRAD:
                 self._add(kept(task.name), walk.kept_inside(task))
@@ -566,15 +546,12 @@ class _Alive:
         """Run a task that involves no other rank."""
         walk = self._walk
         task = step.tasks[0]
-        scratch = walk.scratch(task)
-        if task.op is Op.COMBINE:
-            self._record(scratch, walk.widened(task))
         for name in task.writes:
             is_packed = walk.slots[name].kind is Kind.PACKETS
             self._add(name, walk.packed(task) if is_packed else walk.slot_bytes(name))
         if task.op is Op.EXPERT:
             self._add(kept(task.name), walk.kept_inside(task))
-        self._record(scratch)
+        self._record(walk.scratch(task))
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
             self._summing = walk.scratch_of_experts(task, "summing")

@@ -98,6 +98,11 @@ def block_sizes(rows: Sequence[int], limit: int) -> list[int]:
     return sizes
 
 
+def most_block_rows(rows: Sequence[int], limit: int) -> int:
+    """Return the rows of the largest of these blocks; 0 if there are none."""
+    return max(block_sizes(rows, limit), default=0)
+
+
 def missing_rows(num_rows: int) -> int:
     """Return how many rows pad a product of 16-bit rows to one of few sizes, so that sizes recur:
     a multiple of `STEP`, and of a sixteenth to a 32nd of the number itself. Up to `STEP` rows are
@@ -119,25 +124,25 @@ def by_expert_scratch(call: KernelCall) -> int:
     hidden_buffers = call.matrices if call.is_backward else 1
     dim_buffers = 2 if call.is_backward else 1
     limit = block_limit((hidden_buffers * call.units + dim_buffers * call.dim) * size)
-    sizes = block_sizes(call.rows, limit) or [0]
-    block_rows = max(sizes)
+    block_rows = most_block_rows(call.rows, limit)
 
     # of every row, its routing weight in the rows' dtype and that weight's gradient, forward too
     gate_bytes = 2 * size * call.total
     # all of a block's (rows, units) are alive throughout; how many (rows, dim) are, moments tell
     hidden_bytes = block_rows * (hidden_buffers * call.units * size + ROW_NUMBER)
+    buffer_bytes = block_rows * call.dim * size
     most_at_a_moment = max(
-        rows * call.dim * size + copied for rows, copied in _moments(call, limit, sizes)
+        buffers * buffer_bytes + copied for buffers, copied in _moments(call, limit)
     )
     return gate_bytes + hidden_bytes + most_at_a_moment
 
 
 Moment = tuple[int, int]
-"""What is alive at one moment of a kernel: the rows of buffers of the width `dim`, and the bytes
+"""What is alive at one moment of a kernel: how many buffers of (block's rows, dim), and the bytes
 that a product copies."""
 
 
-def _moments(call: KernelCall, limit: int, sizes: list[int]) -> list[Moment]:
+def _moments(call: KernelCall, limit: int) -> list[Moment]:
     """Return the moments of a phase at which most memory may be alive.
 
     Forward: the products of the gathered rows, and the last product, whose result is then placed.
@@ -147,22 +152,15 @@ def _moments(call: KernelCall, limit: int, sizes: list[int]) -> list[Moment]:
 
     Args:
         limit: the most rows of a block.
-        sizes: the rows of each block.
     """
-    most = max(sizes)
-    gathered = call.gathers_x * most
-    placed = call.places_x * most
+    gathered = int(call.gathers_x)
+    placed = int(call.places_x)
     if call.phase == "forward":
         first = _copied_bytes(call, limit, call.dim, call.units)
         last = _copied_bytes(call, limit, call.units, call.dim)
         # the gathered rows, and the results before they are in their places
         return [(gathered, first), (gathered + placed, last)]
-    # Rows of weighted gradients of the results: a gather that weighs makes them anew for each
-    # block, and only those of the last one wait for the sums, with the gathered rows.
-    is_made_anew = call.gathers_dy and not call.weights_late
-    later = max(sizes[1:], default=0)
-    waiting, in_later = (sizes[-1], later) if is_made_anew else (most, most)
-    for_sums = waiting + gathered
+    for_sums = 1 + gathered  # the weighted gradients of the results, and the gathered rows
     if call.phase == "waiting":
         return [(for_sums, 0)]
     down = _copied_bytes(call, limit, call.dim, call.units)
@@ -170,21 +168,36 @@ def _moments(call: KernelCall, limit: int, sizes: list[int]) -> list[Moment]:
     if call.phase == "summing":
         return [(for_sums, max(down, up))]
     if call.weights_late:
-        # From the first block's end on, all buffers are there: that of the weighted gradients of
-        # the results, and one for each kind of rows in another order.
-        late = most + call.gathers_dy * most + gathered + placed
-        # at the dot products: both factors as float32, and their product
-        dot_bytes = 3 * 4 * call.units
-        return [
-            (call.gathers_dy * most, sizes[0] * dot_bytes),
-            (late, later * dot_bytes),
-            (late, max(down, up)),  # in later blocks at down's products too
-        ]
+        # all buffers are there at up's products, and in later blocks at down's too
+        at_products = (_late_buffers(call), max(down, up))
+        return [*_moments_before_weights(call, limit), at_products]
     # the weighted gradients; then what sums read, and the rows' gradients before their places
-    moments = [(most, down), (for_sums + placed, up)]
-    if later:  # all buffers of earlier blocks are there
-        moments.append((in_later + gathered + placed, down))
-    return moments
+    return [(1, down), (for_sums + placed, up)]
+
+
+def _late_buffers(call: KernelCall) -> int:
+    """Return how many buffers of (block's rows, dim) a backward pass has from its first block's end
+    on if it applies weights late: one for the weighted gradients of the results, and one for each
+    kind of rows in another order."""
+    return 1 + int(call.gathers_dy) + int(call.gathers_x) + int(call.places_x)
+
+
+def _moments_before_weights(call: KernelCall, limit: int) -> list[Moment]:
+    """Return the moments of the dot products that come before weights are applied, of the first
+    block and of the largest later one.
+
+    Args:
+        limit: the most rows of a block.
+    """
+    first, *later = block_sizes(call.rows, limit) or [0]
+    # both factors as float32, and their product
+    dot_bytes = 3 * 4 * call.units
+    # Buffers are allocated at their first use and then kept. The first block has used that of the
+    # gathered gradients of the results alone; for a later block, all are there.
+    return [
+        (int(call.gathers_dy), first * dot_bytes),
+        (_late_buffers(call), max(later, default=0) * dot_bytes),
+    ]
 
 
 def _copied_bytes(call: KernelCall, limit: int, first: int, second: int) -> int:
