@@ -47,7 +47,7 @@ class HeadlineLine:
 HEAD = [
     "comparison",
     "place",
-    "published",
+    "published gain, a ratio",
     "here",
     "at full rates",
     "how",

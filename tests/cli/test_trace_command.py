@@ -133,8 +133,8 @@ def test_check_and_convert(tmp_path, capsys):
     assert "no faults; tokens, steps 0 to 3, 2 layers, 16 experts, top 2" in capsys.readouterr().out
     twice = tmp_path / "r.json"
     twice.write_text('{"routed_experts": [[[1, 1]], [[0, 1]]]}')
-    assert main(["trace", "check", str(twice), "--from", "vllm"]) == 1
-    assert "top-k: layer 0: 1 tokens chose an expert twice" in capsys.readouterr().out
+    assert main(["trace", "check", str(twice), "--from", "vllm"]) == 2
+    assert "a token has an expert twice, as padding has" in capsys.readouterr().err
     for wrong in (["--from", "vlm"], ["--from", "vllm"], []):
         assert main(["trace", "convert", str(twice), "--out", str(tmp_path / "x.csv"), *wrong]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1

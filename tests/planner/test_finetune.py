@@ -94,7 +94,7 @@ def test_what_fits_leaves_room_for_the_framework() -> None:
         ({"ranks": 3}, "128 experts do not split over 3 ranks"),
         ({"tokens": 100}, "not whole sequences of length=4096"),
         ({"ranks": 0}, "ranks=0: must be at least 1"),
-        ({"shape": ModelShape()}, "give the config.json of one"),
+        ({"shape": ModelShape()}, "give a model's config.json or its folder"),
     ],
 )
 def test_sizes_that_do_not_fit_each_other_are_refused(

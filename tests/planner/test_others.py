@@ -1006,7 +1006,7 @@ def test_what_is_computed_again_is_not_kept_and_takes_time(
         2048 * 2 * values(of.model)
     )
     whole = predict(of, H100, replace(layout, recompute=("block",))).seconds
-    if part in ("moe_act", "mla_up_proj"):  # too little to show in a published step
+    if part == "moe_act":  # its traffic is too little to count
         assert plain.seconds == again.seconds < whole
     else:
         assert plain.seconds < again.seconds < whole
@@ -1080,7 +1080,7 @@ def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
 
 
 def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
-    """Only products with parameters are narrow, and inputs of experts are cast: scores, norms and
+    """Only products with parameters are narrow, and their inputs are cast: scores, norms and
     messages take as long."""
     wide, narrow = (
         predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each))

@@ -167,3 +167,9 @@ def test_scores_are_slower_for_narrow_heads_and_older_kernels() -> None:
 )
 def test_invalid_shares_are_refused_in_one_line(fields: dict[str, Any], words: str) -> None:
     assert words in refused(ScoreShares, **fields)
+
+
+def test_an_unknown_step_is_refused_in_one_line() -> None:
+    assert "model.stepwise='dropout': choose of norms, first_bias" in refused(
+        replace, MODEL, stepwise=("dropout",)
+    )

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 import moesaic.parallel as norm_module
 from moesaic.balance.run import calls, expert_moves
@@ -741,8 +742,8 @@ bias_of_every_shard = replaced(tasks, "_shards", lambda *_: 1)
 # Balance: the arbiter's memory, sample placement, expert placement
 
 
-class _Forgetful(dict[object, object]):
-    """A dict that stores nothing."""
+class _Forgetful(WeakIdKeyDictionary):
+    """A table by identity that stores nothing."""
 
     def __setitem__(self, key: object, value: object) -> None:
         """Ignore the item."""

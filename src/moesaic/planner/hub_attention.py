@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moesaic.errors import InputError
 
@@ -32,6 +32,58 @@ INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 """Sizes of the indexer that chooses the keys of a query, with those of DeepSeek-V3.2."""
 
 
+class Attention(Protocol):
+    """The costs of one block's attention over the whole context."""
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of all products."""
+
+    @property
+    def up_parameters(self) -> float:
+        """Of `parameters`: the up-projections of low-rank attention."""
+
+    @property
+    def query_width(self) -> int:
+        """Values per token from which an indexer computes its queries."""
+
+    @property
+    def score_width(self) -> float:
+        """Columns of queries and of values over all heads."""
+
+    @property
+    def kept(self) -> float:
+        """Values per token that backward keeps, input included."""
+
+    @property
+    def up_kept(self) -> float:
+        """Of `kept`: results of the up-projections."""
+
+    @property
+    def key_values(self) -> float:
+        """Values per token of keys and values."""
+
+    @property
+    def copied(self) -> float:
+        """Values per token that norms, rotations and joins read and write."""
+
+    @property
+    def normed(self) -> float:
+        """Values per token that norms inside attention read."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's queries."""
+
+    @property
+    def result(self) -> float:
+        """Values per token of the result, before the last product."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowRankAttention:
     """Latent attention (DeepSeek-V2, section 2.1): keys and values, and often queries, come from
@@ -51,14 +103,18 @@ class LowRankAttention:
     """Width of the low rank of queries; 0 if they have none."""
 
     @property
+    def up_parameters(self) -> float:
+        """Parameters of the products that leave the low ranks."""
+        of_queries = self.heads * self.head_dim * self.query_rank
+        return of_queries + self.rank * self.heads * (self.nope + self.value)
+
+    @property
     def parameters(self) -> float:
         """Parameters into the low ranks, out of them, and of the last product."""
-        # into their low rank and out of it, or whole if they have none
-        columns = self.heads * self.head_dim
-        queries = self.query_rank * (self.dim + columns) or columns * self.dim
+        # into their low rank, or whole if they have none
+        queries = self.dim * self.query_rank or self.heads * self.head_dim * self.dim
         keys_and_values = self.dim * (self.rank + self.rope)
-        keys_and_values += self.rank * self.heads * (self.nope + self.value)
-        return queries + keys_and_values + self.heads * self.value * self.dim
+        return self.up_parameters + queries + keys_and_values + self.heads * self.value * self.dim
 
     @property
     def query_width(self) -> int:
@@ -135,6 +191,11 @@ class GroupedAttention:
         return queries + 2 * self.dim * self.kv_heads * self.head_dim
 
     @property
+    def up_parameters(self) -> float:
+        """There is no low rank."""
+        return 0.0
+
+    @property
     def query_width(self) -> int:
         """A token's width."""
         return self.dim
@@ -186,10 +247,6 @@ class GroupedAttention:
         return 2 if self.norms_heads else 1
 
 
-Attention = LowRankAttention | GroupedAttention
-"""The costs of one block's attention over the whole context."""
-
-
 def attention_of(table: Mapping[str, Any], sizes: Mapping[str, int]) -> Attention:
     """Return the attention of a configuration's blocks; raises InputError if a size is missing or
     invalid."""
@@ -232,6 +289,7 @@ def attention_fields(
         "attention_kept": attention.kept,
         "key_values": attention.key_values,
         "attention_up_kept": attention.up_kept,
+        "attention_up": attention.up_parameters,
         "attention_copied": attention.copied,
         "head_dim": attention.head_dim,
         "attention_normed": attention.normed,

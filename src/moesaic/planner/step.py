@@ -15,7 +15,7 @@ which FSDP2 gathers around all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKernel
-from moesaic.planner.compute import DeviceRates, frozen_seconds, rates_of
+from moesaic.planner.compute import frozen_seconds, rates_of
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import Simulated
 from moesaic.planner.topology import Topology, check_fit, one_node
@@ -128,6 +128,8 @@ class StepModel:
     attention_copied: float = 0.0
     """Values per token that norms, rotations and joins between projections and scores read and
     write."""
+    attention_up: float = 0.0
+    """Parameters of a block's up-projections of low-rank attention."""
     attention_normed: float = 0.0
     """Values per token and block that norms inside attention read."""
     attention_result: float = 0.0
@@ -215,6 +217,14 @@ class StepModel:
         for name in ("dense_hidden", "vocab", "shared_hidden"):
             if getattr(self, name) < 0:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 0")
+        for name, chosen, known in (
+            ("recomputed", self.recomputed, PARTS),
+            ("stepwise", self.stepwise, tuple(STEPWISE)),
+            ("schedule", (self.schedule,), SCHEDULES),
+        ):
+            for word in chosen:
+                if word not in known:
+                    raise InputError(f"model.{name}={word!r}: choose of {', '.join(known)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
                 f"model.layer.tokens={self.layer.tokens} are not whole sequences of "
@@ -331,6 +341,7 @@ class Moving(NamedTuple):
 _BLOCK_FIELDS = (
     "layer",
     "attention",
+    "attention_up",
     "attention_copied",
     "scores",
     "score_kernel",
@@ -356,6 +367,8 @@ class ForwardSeconds:
     """Of `attention`: products with parameters."""
     scores: float
     """Of `attention`: products of queries and keys, and of scores and values."""
+    up: float
+    """The up-projections of low-rank attention."""
     copies: float
     """Of `attention`: norms and residuals."""
     dense: float
@@ -699,13 +712,17 @@ class StepCostModel:
     def _attention_recomputed(self) -> float:
         """Seconds per block, mean over blocks, for which backward recomputes attention and
         norms."""
-        recomputed = self.model.recomputed
-        if "block" in recomputed:
+        if "block" in self.model.recomputed:
             return self.model.recomputed_share * self.forward.attention
-        # of ten accesses of a token by norms and residuals (`forward`), norms are four; the
-        # products of `mla_up_proj` changed no published step
-        norms = 0.4 * self.forward.copies * ("layernorm" in recomputed)
-        return self.forward.scores * ("core_attn" in recomputed) + norms
+        seconds_by_part = {
+            "core_attn": self.forward.scores,
+            "mla_up_proj": self.forward.up,
+            # of ten accesses of a token by norms and residuals (`forward`), norms are four
+            "layernorm": 0.4 * self.forward.copies,
+        }
+        return sum(
+            seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed
+        )
 
     def _launch_seconds(self) -> float:
         """Return the seconds of an MoE layer and micro-batch in launches, counts, sorting and the
@@ -780,22 +797,28 @@ class StepCostModel:
         over_tp = self._over_tp_seconds(token_bytes)
 
         scores = self._scores_seconds()
-        projections = self._product_seconds(model.attention, tp)
+        # read: the normed input, and the result of attention before the last product
+        projections = self._product_seconds(model.attention, tp, read=2 * dim)
+        # a part of the projections, whose casts are counted above
+        up = self._product_seconds(model.attention_up, tp, read=0.0) if model.attention_up else 0.0
         norms = 10 * token_bytes / tp / self._rates.memory  # and residuals
         copied_bytes = tokens * model.attention_copied * layer.element_bytes
         copied = copied_bytes / tp / self._rates.memory
 
         dense_weights = layer.matrices * dim * model.inner
-        dense = self._product_seconds(dense_weights, tp)
+        dense = self._product_seconds(dense_weights, tp, read=dim + model.inner)
         shared = 0.0
         if model.shared_hidden:
             shared_weights = layer.matrices * dim * model.shared_hidden
-            shared = self._product_seconds(shared_weights, num_parts=1)
+            shared = self._product_seconds(
+                shared_weights, num_parts=1, read=dim + model.shared_hidden
+            )
         output, loss = self._output_seconds()
         return ForwardSeconds(
             attention=projections + scores + norms + copied + over_tp,
             projections=projections,
             scores=scores,
+            up=up,
             copies=norms,
             dense=dense + norms / 2 + over_tp,
             dense_product=dense,
@@ -812,19 +835,22 @@ class StepCostModel:
             return self._node.all_reduce_seconds(num_bytes, stride=1, ranks=self.grid.tp)
         return all_reduce_seconds(self.cluster, self.grid, num_bytes, self.grid.tp)
 
-    def _product_seconds(self, weights: float, num_parts: int) -> float:
+    def _product_seconds(self, weights: float, num_parts: int, read: float) -> float:
         """Return the seconds of a micro-batch's dense products, one row per token.
 
         Args:
             weights: parameters of the matrices, which `num_parts` ranks divide.
             num_parts: number of these ranks.
+            read: values of a row that are cast if products are narrower than activations.
         """
         layer = self.model.layer
         rates = self.simulator.rates_of(layer.products or layer.dtype)
         rows = np.array([float(layer.tokens)])
         operations_per_row = 2 * weights / num_parts
         weight_bytes = weights * layer.element_bytes / num_parts
-        return float(rates.product_seconds(rows, operations_per_row, weight_bytes)[0])
+        seconds = rates.product_seconds(rows, operations_per_row, weight_bytes)
+        cast = layer.tokens * read * rates.cast_bytes / num_parts / rates.memory
+        return float(seconds[0]) + cast
 
     def _scores_seconds(self) -> float:
         """Return the seconds of attention's scores, or of passing keys and values if that is
@@ -1213,38 +1239,47 @@ class StepCostModel:
     def _scatter_seconds(self) -> float:
         """Seconds of scattering the gradients of all blocks: dense ones over dp, experts' over edp.
         A scatter is half of an all-reduce."""
-        return self._over_blocks(
-            lambda num_bytes, stride, shards, _: (
-                self._node.all_reduce_seconds(num_bytes, stride, shards) / 2
-            )
+        parameters, expert_parameters = self.block_parameters
+        stride, expert_stride = self._strides
+        shards, expert_shards = self.num_shards
+        size = self._gradient_bytes
+        dense = self._node.all_reduce_seconds(parameters * size, stride, shards) / 2
+        experts = (
+            self._node.all_reduce_seconds(expert_parameters * size, expert_stride, expert_shards)
+            / 2
         )
+        return self.model.num_layers * dense + self.model.moe_layers * experts
 
     @cached_property
     def _copy_seconds(self) -> float:
-        """Seconds in which the replicas of shards all-reduce the gradients of all blocks; they are
-        as far apart as the ranks of one replica reach."""
-        return self._over_blocks(
-            lambda num_bytes, stride, shards, copies: self._node.all_reduce_seconds(
-                num_bytes / shards, stride * shards, copies
-            )
+        """Seconds in which the replicas of shards all-reduce the gradients of all blocks."""
+        parameters, expert_parameters = self.block_parameters
+        stride, expert_stride = self._strides
+        shards, expert_shards = self.num_shards
+        copies, expert_copies = self.replicas
+        size = self._gradient_bytes
+        # replicas of a shard are as far apart as the ranks of one replica reach
+        dense = self._node.all_reduce_seconds(parameters * size / shards, stride * shards, copies)
+        experts = self._node.all_reduce_seconds(
+            expert_parameters * size / expert_shards, expert_stride * expert_shards, expert_copies
         )
-
-    def _over_blocks(self, seconds: Callable[[float, int, int, int], float]) -> float:
-        """Return the sum over all blocks of a function of the bytes of their gradients, the
-        distance between shards, and the numbers of shards and of their copies: of dense parameters,
-        and of experts'."""
-        num_bytes = (parameters * self._gradient_bytes for parameters in self.block_parameters)
-        kinds = zip(num_bytes, self._strides, self.num_shards, self.replicas)
-        dense, experts = (seconds(*kind) for kind in kinds)
         return self.model.num_layers * dense + self.model.moe_layers * experts
 
     @cached_property
     def _expert_seconds(self) -> float:
         """Seconds of one forward pass of a rank's experts, each in one product."""
         layer = self.model.layer
+        grid = self.grid
+        rows_per_expert = grid.dp * layer.copies / layer.num_experts / grid.edp
+        parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = self.simulator.rates_of(layer.products or layer.dtype)
-        _, seconds_per_expert = _expert_products(layer, self.grid, rates)
-        return float(seconds_per_expert[0]) * layer.num_experts / self.grid.ep
+        seconds_per_expert = rates.product_seconds(
+            np.array([rows_per_expert]),
+            2.0 * parameters,
+            parameters * layer.weight_bytes,
+            grouped=True,
+        )
+        return float(seconds_per_expert[0]) * layer.num_experts / grid.ep
 
     @property
     def _links(self) -> list[Link]:
@@ -1315,20 +1350,6 @@ def hop_seconds(
     return slowest
 
 
-def _expert_products(
-    layer: Workload, grid: Grid, rates: DeviceRates
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of an expert under even routing, and the seconds of its products, (1,) both:
-    one expert stands for all."""
-    # copies are those of a data-parallel group; edp replicas of an expert share all groups' copies
-    rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
-    parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
-    seconds = rates.product_seconds(
-        rows, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
-    )
-    return rows, seconds
-
-
 def layer_passes(
     cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool
 ) -> tuple[LayerPass, LayerPass]:
@@ -1347,9 +1368,15 @@ def layer_passes(
         deepep: whether kernels forward tokens between and inside nodes.
     """
     experts = layer.num_experts // grid.ep
+    # copies are those of a data-parallel group; edp replicas of an expert share all groups' copies
+    rows_per_expert = grid.dp * layer.copies / layer.num_experts / grid.edp
     rates = rates_of(cluster, layer.products or layer.dtype)
+    rows = np.array([rows_per_expert])  # one expert stands for all
+    parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
     units = layer.hidden / grid.etp  # of an expert's hidden width, on a rank
-    rows, seconds = _expert_products(layer, grid, rates)
+    seconds = rates.product_seconds(
+        rows, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
+    )
     seconds += rates.traffic_seconds(rows, layer.dim, units, layer.matrices, layer.element_bytes)
     products = float(seconds[0]) * experts
 
@@ -1364,7 +1391,7 @@ def layer_passes(
     # Rows are sorted before and behind both all-to-alls; with DeepEP, or without any all-to-all,
     # only before and behind the experts. Sorting reads and writes each row.
     sorts = 2 if deepep or grid.ep == 1 else 4
-    sorting = sorts * 2 * float(rows[0]) * experts * layer.dim * layer.element_bytes / rates.memory
+    sorting = sorts * 2 * rows_per_expert * experts * layer.dim * layer.element_bytes / rates.memory
     links, latency = _all_to_all(cluster, grid, layer, deepep)
     all_to_all = max(links.values(), default=0.0) + latency
     link_seconds = {name: 2 * busy for name, busy in links.items()}  # there and back

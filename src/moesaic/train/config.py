@@ -214,12 +214,11 @@ class PlannerConfig:
 
     plan: str = ""
     """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show
-    --write, or the mesh and plan written by moesaic plan --write. search: use the mesh and plan
-    with the shortest predicted step on the available ranks, and recompute blocks where that lets a
-    faster one fit. auto: change plans while training, by predicted times at first and by measured
-    times as they come in; without a cluster, by timing candidate plans in the first steps. auto
-    also searches for a mesh if the configured one does not fit the ranks. parm: choose S1 or S2 by
-    Parm's Algorithm 1 (corrected), with times from the cluster. --plan is short for this option."""
+    --write, or mesh and plan by moesaic plan --write. search: use the mesh and plan with the
+    shortest predicted step, and recompute blocks where it helps. auto: change plans while training,
+    by predicted times, then by measured ones; without a cluster, by timing candidate plans in the
+    first steps. auto also searches for a mesh if the configured one does not fit the ranks. parm:
+    choose S1 or S2 by Parm's Algorithm 1 (corrected). --plan is short for this option."""
     cluster: str = ""
     """Source of predicted times, for plan=search, plan=auto and policies in `balance`: a preset, or
     a file that describes a cluster, such as one that moesaic profile wrote. Empty: usual links are
